@@ -1,0 +1,1 @@
+"""PyTorch Lightning strategies that hide the network behind the computation."""
