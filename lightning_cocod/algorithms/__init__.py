@@ -1,0 +1,8 @@
+"""The papers, one file each."""
+
+from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.cocod import CoCoD
+from lightning_cocod.algorithms.local_sgd import LocalSGD
+from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
+
+__all__ = ["Algorithm", "CoCoD", "Every", "LocalSGD", "Schedule", "WarmUp", "When"]

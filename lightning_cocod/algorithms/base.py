@@ -1,0 +1,322 @@
+"""The seam between an algorithm and whatever trains: the verbs that a training loop calls, and what all algorithms share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from lightning_cocod.algorithms.loop import StepHooks
+from lightning_cocod.algorithms.when import Rounds, When
+from lightning_cocod.comm import Communicator, Subject
+from lightning_cocod.comm.ledger import Totals
+
+T = TypeVar("T")
+
+
+class Algorithm:
+    """What moves the parameters of one worker, and what it tells the others.
+
+    A training loop calls the verbs in this order, always from the same thread::
+
+        start()
+        every step:   forward, backward      under no_sync() while gradients accumulate
+                      before_step()          gradients complete and unscaled, not yet clipped
+                      step(update)           the parameters move
+                      after_step()           attempted steps count, skipped by a scaler or not; before the next forward
+        finish()
+
+    A plain PyTorch loop uses it as a context manager and need not know the verbs::
+
+        with CoCoD(model, optimizer, period=4) as cocod:
+            for x, y in batches:
+                loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with cocod.consensus():
+                evaluate(model)
+
+    Args:
+        model: its buffers are averaged with the parameters for evaluation.
+        optimizer: one or several. The parameters that they move are those that are averaged.
+        when: the lengths of rounds.
+        weights: of the workers in every mean, in the order of ranks, for example their batch sizes; equal by default.
+        communicator: to share; by default one is made, with the options that follow.
+        timeout: seconds without a heartbeat after which a peer counts as lost.
+        process_group_timeout: seconds after which a collective fails although all peers live.
+
+    Raises:
+        ValueError: an option out of range.
+        TypeError: an optimizer that evaluates its closure several times (LBFGS).
+    """
+
+    name: ClassVar[str]
+    """Registered name; announced in the header of every message."""
+    deterministic: ClassVar[bool] = True
+    """Whether two equal runs are equal bit for bit."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        when: When,
+        weights: Sequence[float] | None = None,
+        communicator: Communicator | None = None,
+        timeout: float = 60.0,
+        process_group_timeout: float = 1800.0,
+    ) -> None:
+        self.model = model
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        for opt in self.optimizers:
+            if isinstance(opt, torch.optim.LBFGS):
+                raise TypeError("LBFGS evaluates its closure several times a step; use SGD, Adam or another optimizer")
+        self.when = when
+        self.rounds = Rounds(when)
+        self.t = 0
+        """Optimizer steps attempted so far."""
+        self._trainable: set[nn.Parameter] = set()
+        self.x = self._parameters()
+        """The parameters, in the order in which they travel."""
+        self.comm = communicator or Communicator(
+            _device_of(self.x), timeout=timeout, process_group_timeout=process_group_timeout
+        )
+        self.weights = _normalised(weights, self.comm.world_size)
+        self._next_weights = self.weights
+        self._hooks: StepHooks | None = None
+        self._in_consensus = False
+        self._started = False
+        self._distance = 0.0
+
+    # The verbs
+
+    def start(self) -> None:
+        """Before the first step: connect, and give every worker the weights and buffers of rank 0."""
+        self.comm.start()
+        self._started = True
+        if self.comm.world_size > 1:
+            state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
+            self.comm.broadcast_(state, self.subject("initial weights", counted=False)).wait()
+
+    def before_step(self, optimizer: Optimizer | None = None) -> None:
+        """Gradients are complete. In a synchronous step they become the mean over the workers.
+
+        Args:
+            optimizer: whose gradients; all by default. A loop with several optimizers calls it once for each that steps.
+        """
+        if self.comm.world_size > 1 and self.when.synchronous(self.t):
+            self._average_gradients(self.optimizers if optimizer is None else [optimizer])
+
+    def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
+        """Move the parameters.
+
+        Args:
+            update: the user's optimizer step, called once. Without it, this is the whole step of a plain loop:
+                ``before_step``, every optimizer's step, ``after_step``.
+            scaler: of a plain loop in float16. It unscales, steps and updates in here, and a step that it skips counts.
+
+        Returns:
+            What ``update`` returns.
+        """
+        if update is not None:
+            return update()
+        with self._hooks.paused() if self._hooks else nullcontext():
+            for opt in self.optimizers:
+                if scaler is not None:
+                    scaler.unscale_(opt)
+                self.before_step(opt)
+                self.step(opt.step if scaler is None else partial(scaler.step, opt))
+            if scaler is not None:
+                scaler.update()
+            self.after_step()
+        return None
+
+    def after_step(self) -> None:
+        """A step has been attempted."""
+        self.t += 1
+
+    def finish(self) -> None:
+        """Drain. Every replica, buffers included, ends on the consensus model; training goes on only after ``start``."""
+        if not self._started:
+            return
+        if self.comm.world_size > 1:
+            self._become_consensus("finish")
+        self._started = False
+
+    def close(self) -> None:
+        """End thread and groups. Idempotent and bounded in time."""
+        self.comm.close()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Marks the passes that only accumulate gradients. Algorithms without gradient hooks have nothing to do."""
+        yield
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, parameters and buffers of the model are those of the consensus model, the same on every rank.
+
+        Collective. Outside, training continues exactly where it was: nothing is folded, nothing is reset. Costs one more
+        copy of the parameters while it lasts, in host memory.
+        """
+        if self.comm.world_size == 1 or not self._started or self._in_consensus:
+            yield
+            return
+        own = [tensor.detach().to("cpu", copy=True) for tensor in self._replica()]
+        self._in_consensus = True
+        try:
+            self._become_consensus("consensus")
+            yield
+        finally:
+            self._in_consensus = False
+            with torch.no_grad():
+                for tensor, value in zip(self._replica(), own, strict=True):
+                    tensor.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker needs to continue, beside model and optimizer. Waits for a message in flight, folds nothing."""
+        return {"t": self.t, "round_ends": self.rounds.ends, "weights": list(self.weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``. Call after ``start`` and before the next step, on every rank.
+
+        Raises:
+            ValueError: the state of another number of workers.
+        """
+        if len(state["weights"]) != self.comm.world_size:
+            raise ValueError(
+                f"this state is one of {len(state['weights'])} workers, there are {self.comm.world_size}; "
+                "continue from the consensus model instead"
+            )
+        self.t, self.rounds.ends = state["t"], state["round_ends"]
+        self.weights = self._next_weights = list(state["weights"])
+
+    def metrics(self) -> dict[str, float]:
+        """``algo/…`` of the metric vocabulary. Never blocks."""
+        period = 1 if self.when.synchronous(self.t) else self.when.period(self.t)
+        return {
+            "algo/period": float(period),
+            "algo/replica_distance": self._distance,
+            "algo/staleness_steps": 0.0,
+        }
+
+    def totals(self) -> Totals:
+        """Seconds and bytes of communication so far."""
+        return self.comm.ledger.totals()
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """New weights of the workers, the same on every rank; they take effect at the next merge.
+
+        Raises:
+            ValueError: not one positive number for each worker.
+        """
+        self._next_weights = _normalised(weights, self.comm.world_size)
+
+    # For the algorithms
+
+    @property
+    def w(self) -> float:
+        """w_i: this worker's weight."""
+        return self.weights[self.comm.rank]
+
+    def subject(self, kind: str, *, counted: bool = True) -> Subject:
+        """The header of a message of this algorithm at this step."""
+        return Subject(self.name, kind, self.t, counted)
+
+    def _pending_correction(self) -> Callable[[], None] | None:
+        """What adds c_i, the correction that has been drained but not yet folded, to x; None if there is none."""
+        return None
+
+    # Inside
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Every parameter that an optimizer has ever been free to move.
+
+        Freezing for a while (a GAN's toggling) takes nothing away, and gradients are never looked at: ranks may differ.
+        """
+        members = list(dict.fromkeys(p for opt in self.optimizers for g in opt.param_groups for p in g["params"]))
+        self._trainable.update(p for p in members if p.requires_grad)
+        return [p for p in members if p in self._trainable]
+
+    def _replica(self) -> list[Tensor]:
+        return [p.detach() for p in self._parameters()] + list(self.model.buffers())
+
+    @torch.no_grad()
+    def _become_consensus(self, kind: str) -> None:
+        fold = self._pending_correction()
+        if fold is not None:
+            fold()
+        replica = self._replica()
+        averaged = [t for t in replica if t.is_floating_point() or t.is_complex()]
+        copied = [t for t in replica if not (t.is_floating_point() or t.is_complex())]
+        self.comm.mean_(averaged, self.w, self.subject(kind, counted=False)).wait()
+        if copied:
+            self.comm.broadcast_(copied, self.subject(f"{kind}, counters", counted=False)).wait()
+
+    @torch.no_grad()
+    def _average_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        members = dict.fromkeys(p for opt in optimizers for g in opt.param_groups for p in g["params"])
+        params = [p for p in members if p.requires_grad]
+        missing = [p for p in params if p.grad is None]
+        if any(p.grad is not None and p.grad.is_sparse for p in params):
+            raise TypeError("sparse gradients cannot be averaged; use sparse=False or warmup_steps=0")
+        present = torch.tensor([p.grad is not None for p in params], dtype=torch.float32, device=self.comm.device)
+        for p in missing:
+            p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in params if p.grad is not None]
+        self.comm.mean_([*grads, present], self.w, self.subject("gradients")).wait()
+        for p, anywhere in zip(params, present.tolist(), strict=True) if missing else ():
+            if not anywhere:  # no worker used it: the optimizer must skip it, as it would for one worker
+                p.grad = None
+
+    # A plain loop
+
+    def __enter__(self) -> Self:
+        self.start()
+        self._hooks = StepHooks(self.optimizers, self.after_step, self._why_explicit())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        try:
+            if error is None:
+                self.finish()
+            else:
+                self.comm.abort(error)
+        except BaseException as failure:
+            self.comm.abort(failure)
+            raise
+        finally:
+            self.close()
+
+    def _why_explicit(self) -> str | None:
+        """Why ``optimizer.step()`` alone is not enough in a plain loop, if it is not."""
+        if len(self.optimizers) > 1:
+            return "there are several optimizers"
+        if self.when.synchronous(0):
+            return "synchronous warm-up steps need the gradients before you clip them"
+        return None
+
+
+def _normalised(weights: Sequence[float] | None, world_size: int) -> list[float]:
+    if weights is None:
+        return [1.0 / world_size] * world_size
+    if len(weights) != world_size or not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ValueError(f"weights must be {world_size} positive numbers, one for each rank, got {list(weights)}")
+    return [w / math.fsum(weights) for w in weights]
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"the parameters of one worker must be on one device, not on {sorted(map(str, devices))}")
+    return devices.pop() if devices else torch.device("cpu")

@@ -1,0 +1,147 @@
+"""CoCoD-SGD: local steps while the mean of the previous round is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.when import When, as_when
+from lightning_cocod.comm import Message
+from lightning_cocod.comm.buckets import Buffer
+
+
+class CoCoD(Algorithm):
+    r"""CoCoD-SGD (Shen, Xu, Liu, Liang, Cheng; IJCAI 2019; arXiv 1906.12043).
+
+    Worker i of N holds x_i, a snapshot S_i, and has A = Σ_j w_j S_j in flight. U is the user's optimizer's update::
+
+        t = 0:            S ← x ;  A ← async Σ_j w_j S_j
+        every step:       x ← x + U(g(x))
+        t = k, 2k, …:     wait(A) ;  x ← x + (A − S) ;  S ← x ;  A ← async Σ_j w_j S_j
+
+    so that with plain SGD, at t ≥ k and t0 = (⌊t/k⌋ − 1)·k, x_i(t) = Σ_j w_j x_j(t0) − γ Σ_{τ=t0}^{t−1} G_i(τ).
+
+    Merging happens before the forward of step k, 2k, …. Momentum and everything else in the optimizer stays local. Only
+    parameters travel; BatchNorm's running statistics stay local until evaluation. Follows the authors' supplement. Memory
+    beyond the parameters: one copy of them (S, which becomes its own correction A − S in place) and two buckets.
+
+    Args:
+        model: the module that is trained.
+        optimizer: one or several torch optimizers over its parameters.
+        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        weights: w of every rank, in any scale; the mini-batch sizes in the paper. Equal by default.
+        warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
+        overlap: False waits for A where it is launched: the same trajectory bit for bit, nothing hidden.
+        **shared: ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+
+    Raises:
+        ValueError: an option out of range.
+
+    Example, in any loop that torchrun launches::
+
+        with CoCoD(model, optimizer, period=4) as cocod:
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                optimizer.step()
+            with cocod.consensus():
+                evaluate(model)
+    """
+
+    name: ClassVar[str] = "cocod"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        period: int | Mapping[int, int] | When = 4,
+        *,
+        weights: Sequence[float] | None = None,
+        warmup_steps: int = 0,
+        overlap: bool = True,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, optimizer, when=as_when(period, warmup_steps), weights=weights, **shared)
+        self.overlap = overlap
+        self.S: Buffer | None = None
+        self.A: Message | None = None
+        self._merged: Message | None = None
+        self._staleness = 0
+
+    def start(self) -> None:
+        """x_i ← x_0, then the first launch."""
+        super().start()
+        self.S, self.A, self.rounds.ends = None, None, None
+        self._at_boundary()
+
+    def after_step(self) -> None:
+        """Merge and launch where a round ends."""
+        super().after_step()
+        self._at_boundary()
+
+    def finish(self) -> None:
+        """Every replica becomes Σ_j w_j (x_j + c_j)."""
+        super().finish()
+        self.S, self.A = None, None
+
+    def _at_boundary(self) -> None:
+        if self.comm.world_size > 1 and self.rounds.begins(self.t):
+            self._merge()
+            self._launch()
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        """wait(A) ; x ← x + (A − S)."""
+        if self.S is None:
+            return
+        if self.A is not None:
+            self.A.wait()
+            self._merged, self._staleness = self.A, self.t - self.A.step
+        self.S.add_to(self.x)
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        """S ← x ; A ← async Σ_j w_j S_j."""
+        self.x, self.weights = self._parameters(), self._next_weights
+        layout = self.comm.layout(self.x)
+        if self.S is None or self.S.layout is not layout:
+            self.S = layout.buffer()
+        self.S.copy_(self.x)
+        self.A = self.comm.correction_(self.S, self.w, self.subject("round"))
+        if not self.overlap:
+            self.A.wait()
+
+    def _pending_correction(self) -> Callable[[], None] | None:
+        if self.S is None:
+            return None
+        if self.A is not None:
+            self.A.wait(counted=False)
+        S, x = self.S, self.x
+        return lambda: S.add_to(x)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adds the correction A - S of the round in flight: drained, not folded."""
+        self._pending_correction()
+        correction = None if self.S is None else [bucket.clone() for bucket in self.S.buckets]
+        return {**super().state_dict(), "correction": correction}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the correction that was in flight; it is folded at the step at which it would have been."""
+        super().load_state_dict(state)
+        self.x, self.S, self.A = self._parameters(), None, None
+        if state["correction"] is not None:
+            self.S = self.comm.layout(self.x).buffer()
+            for bucket, value in zip(self.S.buckets, state["correction"], strict=True):
+                bucket.copy_(value)
+
+    def metrics(self) -> dict[str, float]:
+        """Adds the staleness of the last merge and how far this replica was from the mean, relative to its size."""
+        if self._merged is not None and (numbers := self._merged.numbers()) is not None:
+            size, distance = numbers
+            self._distance = distance / size if size > 0 else 0.0
+        return {**super().metrics(), "algo/staleness_steps": float(self._staleness)}

@@ -1,0 +1,67 @@
+"""Local SGD: local steps, then a blocking mean of the parameters. CoCoD without the delay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.when import When, as_when
+
+
+class LocalSGD(Algorithm):
+    r"""Local SGD (Stich; ICLR 2019; arXiv 1805.09767), the blocking twin of CoCoD.
+
+    U is the user's optimizer's update, w_j the workers' weights::
+
+        every step:       x ← x + U(g(x))
+        t = k, 2k, …:     x ← Σ_j w_j x_j            # blocking, before the forward of step t
+
+    With k = 1 and an optimizer that is linear in the gradient (SGD with or without momentum, no clipping) it is
+    synchronous SGD. Everything in the optimizer stays local. Memory beyond the parameters: two buckets.
+
+    Args:
+        model: the module that is trained.
+        optimizer: one or several torch optimizers over its parameters.
+        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        weights: w of every rank, in any scale. Equal by default.
+        warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
+        **shared: ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    name: ClassVar[str] = "local_sgd"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        period: int | Mapping[int, int] | When = 4,
+        *,
+        weights: Sequence[float] | None = None,
+        warmup_steps: int = 0,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, optimizer, when=as_when(period, warmup_steps), weights=weights, **shared)
+
+    def start(self) -> None:
+        """x_i ← x_0."""
+        super().start()
+        self.rounds.ends = None
+        self._at_boundary()
+
+    def after_step(self) -> None:
+        """Average where a round ends."""
+        super().after_step()
+        self._at_boundary()
+
+    def _at_boundary(self) -> None:
+        first = self.rounds.ends is None  # all workers still have the same weights
+        if self.comm.world_size > 1 and self.rounds.begins(self.t) and not first:
+            self.x, self.weights = self._parameters(), self._next_weights
+            self.comm.mean_([p.detach() for p in self.x], self.w, self.subject("round")).wait()

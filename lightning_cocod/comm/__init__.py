@@ -1,0 +1,14 @@
+"""Moving tensors between workers. Knows no algorithm and no Lightning."""
+
+from lightning_cocod.comm.communicator import Communicator, Message, Subject
+from lightning_cocod.comm.errors import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
+
+__all__ = [
+    "CommunicationError",
+    "Communicator",
+    "Message",
+    "MessageMismatch",
+    "NonFiniteMessage",
+    "PeerLost",
+    "Subject",
+]

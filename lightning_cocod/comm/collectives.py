@@ -1,0 +1,160 @@
+"""What a message does to tensors, bucket by bucket: fill a scratch bucket, let the transport reduce it, empty it again.
+
+Everything here runs in the communication thread. Scratch memory is allocated once and kept: pages that are new every round
+cost more than the arithmetic on them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cocod.comm.buckets import Buffer, Layout
+
+IN_FLIGHT = 2
+"""Buckets at work: one in the transport while the other is filled or emptied."""
+
+Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
+
+
+def new_scratch() -> Scratch:
+    """Memory for the buckets at work; grows on first use."""
+    return [{} for _ in range(IN_FLIGHT)]
+
+
+class Collective(Protocol):
+    """One operation on all buckets of a layout."""
+
+    layout: Layout
+
+    def contents(self, bucket: int) -> list[Tensor]:
+        """What this worker puts into the message, as it lies in memory; looked at for NaN and infinity."""
+
+    def fill(self, bucket: int, scratch: Tensor) -> None:
+        """Write this worker's part."""
+
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Hand the bucket to the transport."""
+
+    def drain(self, bucket: int, scratch: Tensor) -> None:
+        """Take the result."""
+
+
+class _InPlace:
+    """Reads and writes a list of tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
+        self.layout = layout
+        self._pieces = layout.pieces(tensors)
+
+    def contents(self, bucket: int) -> list[Tensor]:
+        """Views of the tensors."""
+        return self._pieces[bucket]
+
+    def fill(self, bucket: int, scratch: Tensor) -> None:
+        """Copy the pieces in."""
+        pieces = self._pieces[bucket]
+        torch._foreach_copy_(self.layout.cut(bucket, scratch, pieces), pieces)
+
+    def drain(self, bucket: int, scratch: Tensor) -> None:
+        """Copy the pieces out."""
+        pieces = self._pieces[bucket]
+        torch._foreach_copy_(pieces, self.layout.cut(bucket, scratch, pieces))
+
+
+class Mean(_InPlace):
+    """x ← Σ_j w_j x_j."""
+
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float) -> None:
+        super().__init__(tensors, layout)
+        self._weight = weight
+
+    def fill(self, bucket: int, scratch: Tensor) -> None:
+        """w_i x_i."""
+        super().fill(bucket, scratch)
+        scratch.mul_(self._weight)
+
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Sum over the workers."""
+        return _all_reduce(scratch, group)
+
+
+class Broadcast(_InPlace):
+    """x ← x of rank 0."""
+
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Rank 0 sends, the others receive."""
+        work = dist.broadcast(scratch, group_src=0, group=group, async_op=True)
+        assert work is not None
+        return work
+
+
+class Correction:
+    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction."""
+
+    def __init__(self, snapshot: Buffer, weight: float) -> None:
+        self.layout = snapshot.layout
+        self._snapshot = snapshot.buckets
+        self._weight = weight
+
+    def contents(self, bucket: int) -> list[Tensor]:
+        """The bucket itself."""
+        return [self._snapshot[bucket]]
+
+    def fill(self, bucket: int, scratch: Tensor) -> None:
+        """w_i S_i."""
+        torch.mul(self._snapshot[bucket], self._weight, out=scratch)
+
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Sum over the workers."""
+        return _all_reduce(scratch, group)
+
+    def drain(self, bucket: int, scratch: Tensor) -> None:
+        """S_i ← mean - S_i."""
+        torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
+
+
+def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.all_reduce(bucket, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def norm(collective: Collective) -> Tensor:
+    """Euclidean norm of what the collective's tensors hold now: a number on their device, NaN or infinite if they are."""
+    norms: list[Tensor] = []
+    for bucket in range(len(collective.layout)):
+        contents = collective.contents(bucket)
+        if contents:
+            dtype = torch.promote_types(contents[0].dtype, torch.float32)
+            norms += torch._foreach_norm(contents, 2, dtype)
+    if not norms:
+        return torch.zeros(())
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
+    return total
+
+
+@torch.no_grad()
+def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch) -> None:
+    """All buckets, in order, ``IN_FLIGHT`` of them at a time."""
+    at_work: deque[tuple[int, Tensor, dist.Work]] = deque()
+
+    def finish_oldest() -> None:
+        bucket, memory, work = at_work.popleft()
+        work.wait()
+        collective.drain(bucket, memory)
+
+    for bucket in range(len(collective.layout)):
+        if len(at_work) == IN_FLIGHT:
+            finish_oldest()
+        memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT])
+        collective.fill(bucket, memory)
+        at_work.append((bucket, memory, collective.launch(memory, group)))
+    while at_work:
+        finish_oldest()

@@ -1,0 +1,334 @@
+"""Everything collective of one algorithm: one thread, one group, one order."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_cocod.comm import collectives
+from lightning_cocod.comm.agreement import Agreement
+from lightning_cocod.comm.buckets import Buffer, Layout
+from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
+from lightning_cocod.comm.errors import CommunicationError, PeerLost
+from lightning_cocod.comm.header import NONFINITE, Header, exchange, size_of
+from lightning_cocod.comm.heartbeat import Heartbeat, Note
+from lightning_cocod.comm.lane import Lane, lane_for
+from lightning_cocod.comm.ledger import Ledger
+from lightning_cocod.comm.sockets import Connections
+from lightning_cocod.comm.thread import CommunicationThread, Handle
+from lightning_cocod.comm.watchdog import Watchdog
+
+_serial = itertools.count()
+_VERDICT = 2.0  # seconds that a broken connection waits for the heartbeat to say whose it was
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a message is about.
+
+    Attributes:
+        algorithm: registered name.
+        kind: ``round``, ``gradients``, ``consensus``, …
+        step: optimizer steps attempted so far.
+        counted: whether its seconds count as training's; evaluation's do not.
+    """
+
+    algorithm: str
+    kind: str
+    step: int
+    counted: bool = True
+
+
+@dataclass
+class _Report:
+    """What the communication thread learns about a message: marks of its lane, and the numbers it computed."""
+
+    announced: float = float("inf")  # host time at which the last header had come
+    arrived: Any = None
+    numbers: Tensor | None = None
+
+
+class Message:
+    """A collective in flight."""
+
+    def __init__(self, handle: Handle[None], report: _Report, owner: Communicator, subject: Subject) -> None:
+        self._handle, self._report, self._owner, self._counted = handle, report, owner, subject.counted
+        self.step = subject.step
+        """Steps that its sender had attempted."""
+
+    def wait(self, *, counted: bool = True) -> None:
+        """Block until the result is there. On CUDA the host waits for the launch only, the current stream for the rest.
+
+        Args:
+            counted: whether training waits, so that the time belongs into the ledger.
+
+        Raises:
+            PeerLost: a peer is gone.
+            MessageMismatch: the workers are out of step.
+            NonFiniteMessage: a worker's message is not finite.
+        """
+        lane = self._owner.lane
+        asked, before = time.perf_counter(), lane.mark()
+        self._owner.settle(self._handle)
+        lane.follow(self._report.arrived)
+        if not (counted and self._counted):
+            return
+        after = lane.mark()
+        late = max(0.0, min(self._report.announced, time.perf_counter()) - asked)  # before the last header: a peer's fault
+        ledger = self._owner.ledger
+
+        def stalled() -> float | None:
+            return lane.seconds(before, after)
+
+        ledger.add_when_known("skew", lambda: None if (s := stalled()) is None else min(s, late))
+        ledger.add_when_known("exposed", lambda: None if (s := stalled()) is None else max(0.0, s - late))
+
+    def numbers(self) -> list[float] | None:
+        """What the collective measured on the way, once the device has it; None before. Never blocks."""
+        lane, report = self._owner.lane, self._report
+        if report.numbers is None or lane.seconds(report.arrived, report.arrived) is None:
+            return None
+        values: list[float] = report.numbers.tolist()
+        return values
+
+
+class Communicator:
+    """The workers of one training run, seen from one of them.
+
+    Messages are submitted by the training thread and carried out by the communication thread in that order. Each is
+    announced by a header that all workers compare before anything is reduced. All methods are for the training thread.
+
+    Args:
+        device: of the tensors that travel.
+        timeout: seconds without a heartbeat after which a peer counts as lost.
+        process_group_timeout: seconds after which a collective fails although all peers live.
+        grace: seconds after a loss in which the training thread must come back to a verb, or the process is ended.
+
+    Raises:
+        ValueError: a time that is not positive.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        timeout: float = 60.0,
+        process_group_timeout: float = 1800.0,
+        grace: float = 5.0,
+    ) -> None:
+        for name, seconds in (("timeout", timeout), ("process_group_timeout", process_group_timeout)):
+            if not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        self.device = torch.device(device)
+        self.timeout, self.process_group_timeout = timeout, process_group_timeout
+        self.ledger = Ledger()
+        self.samples = 0
+        """Samples that this rank has trained on; the caller counts."""
+        self._distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self._distributed else 0
+        self.world_size = dist.get_world_size() if self._distributed else 1
+        if self.world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not self._distributed:
+            raise RuntimeError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group: "
+                "call torch.distributed.init_process_group() first"
+            )
+        self.lane: Lane = lane_for(self.device)
+        self.agreement = Agreement(self.rank, self.world_size, check=self.check)
+        self._watchdog = Watchdog(self.rank, grace)
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._scratch = collectives.new_scratch()
+        self._notes: dict[int, Note] = {}
+        self._loss = threading.Event()
+        self._closing = False
+        self._thread: CommunicationThread | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._connections = Connections()
+        self._groups: list[dist.ProcessGroup] = []
+
+    # Lifecycle
+
+    def start(self) -> None:
+        """Make the groups, the thread and the heartbeat. Collective: every rank calls it at the same place."""
+        if self.world_size == 1 or self._thread is not None:
+            return
+        self._closing = False
+        patience = timedelta(seconds=self.process_group_timeout)
+        with self._connections.being_made():
+            self._groups = [_new_group("gloo", patience)]
+            dist.barrier(self._groups[0])
+        if self.device.type == "cuda" and "nccl" in dist.get_backend():
+            self._groups.append(_new_group("nccl", patience))
+        self._heartbeat = Heartbeat(
+            _get_default_store(),
+            self.rank,
+            self.world_size,
+            f"lightning_cocod/{next(_serial)}",
+            timeout=self.timeout,
+            compose=self._note,
+            receive=self._receive,
+            lost=self._lost,
+        )
+        dist.barrier(self._groups[0])
+        self._heartbeat.start()
+        self._thread = CommunicationThread(f"communication of rank {self.rank}")
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Leave together: wait for the queued messages and for the peers, then end thread, heartbeat and groups.
+
+        Idempotent. Bounded by about ``timeout`` seconds; after a failure it waits for nobody.
+        """
+        if self._thread is None:
+            return
+        self._closing = True
+        if self._thread.error is None:
+            farewell = self._thread.submit(lambda: dist.barrier(self._groups[0]))
+            if not farewell.join(timeout) and self._heartbeat is not None:
+                self._heartbeat.failed("a peer did not come to the end of the run")
+        ended = self._thread.close(timeout=0.0 if self._thread.error is not None else timeout)
+        if not ended:
+            self._connections.cut()
+            ended = self._thread.close(timeout=1.0)
+        if self._heartbeat is not None:
+            self._heartbeat.close(timeout=2.0)
+        self._heartbeat, self._thread = None, None
+        if ended:  # destroying a group with an operation under way would block
+            for group in reversed(self._groups):
+                dist.destroy_process_group(group)
+        self._groups = []
+
+    def abort(self, reason: BaseException) -> None:
+        """This rank cannot go on. The peers are told why; nothing is waited for. ``close`` may follow."""
+        if self._thread is None:
+            return
+        self._watchdog.noticed()
+        if self._heartbeat is not None and not self._loss.is_set():
+            text = (str(reason).splitlines() or [""])[0]
+            self._heartbeat.failed(f"{type(reason).__name__}: {text}")
+        self._thread.fail(CommunicationError(f"communication ended by {type(reason).__name__}: {reason}"))
+        self._connections.cut()
+
+    def check(self) -> None:
+        """Raise if communication has failed. Cheap enough for every step."""
+        if self._thread is not None and self._thread.error is not None and not self._closing:
+            self._watchdog.noticed()
+            raise self._thread.error
+
+    def settle(self, handle: Handle[None]) -> None:
+        """Wait for a handle; a failure counts as noticed by the training thread."""
+        try:
+            handle.wait()
+        except CommunicationError:
+            self._watchdog.noticed()
+            raise
+
+    # Collectives
+
+    def mean_(self, tensors: Sequence[Tensor], weight: float, subject: Subject) -> Message:
+        """x ← Σ_j w_j x_j in place, w_j being each worker's own ``weight``. The tensors must rest until it is done."""
+        return self._submit(subject, Mean(tensors, self.layout(tensors), weight), measure=False)
+
+    def correction_(self, snapshot: Buffer, weight: float, subject: Subject) -> Message:
+        """S ← Σ_j w_j S_j - S in place. Its numbers are ‖S‖ before and ‖S‖ after: the size and the distance."""
+        return self._submit(subject, Correction(snapshot, weight), measure=True)
+
+    def broadcast_(self, tensors: Sequence[Tensor], subject: Subject) -> Message:
+        """x ← x of rank 0, in place."""
+        return self._submit(subject, Broadcast(tensors, self.layout(tensors)), measure=False, check=False)
+
+    def layout(self, tensors: Sequence[Tensor]) -> Layout:
+        """The layout of these tensors; made once for equal shapes."""
+        key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        if key not in self._layouts:
+            self._layouts[key] = Layout(tensors)
+        return self._layouts[key]
+
+    def total_samples(self) -> int:
+        """Samples that all ranks together have trained on, as of the last heartbeat; no collective."""
+        others = sum(note["samples"] for rank, note in self._notes.items() if rank != self.rank)
+        return self.samples + int(others)
+
+    def _submit(self, subject: Subject, collective: Collective, *, measure: bool, check: bool = True) -> Message:
+        self.check()
+        assert self._thread is not None, "start() comes before the first message"
+        report, departed = _Report(), self.lane.mark()
+
+        def work() -> None:
+            try:
+                with self.lane.working():
+                    self.lane.follow(departed)
+                    self._carry_out(subject, collective, report, measure, check)
+            except CommunicationError:
+                raise
+            except RuntimeError as error:  # what the transport raises
+                raise self._explain(error, subject) from None
+
+        return Message(self._thread.submit(work), report, self, subject)
+
+    def _carry_out(self, subject: Subject, collective: Collective, report: _Report, measure: bool, check: bool) -> None:
+        layout = collective.layout
+        size = collectives.norm(collective) if check else None
+        flags = NONFINITE if size is not None and not bool(torch.isfinite(size)) else 0
+        header = Header(subject.algorithm, subject.kind, subject.step, layout.fingerprint, layout.nbytes, flags)
+        exchange(header, self._groups[0])
+        report.announced = time.perf_counter()
+        begun = self.lane.mark()
+        collectives.run(collective, self._groups[-1], self._scratch)
+        arrived = self.lane.mark()
+        if measure and size is not None:
+            both = torch.stack([size, collectives.norm(collective).to(size.device)])
+            report.numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
+        report.arrived = self.lane.mark()
+        moved = size_of(self.world_size) + _ring_bytes(layout.nbytes, self.world_size)
+        self.ledger.add(sent=moved, received=moved, raw=moved, messages=1)
+        if subject.counted:
+            self.ledger.add_when_known("busy", lambda: self.lane.seconds(begun, arrived))
+
+    def _explain(self, error: RuntimeError, subject: Subject) -> CommunicationError:
+        """Whose connection broke: the heartbeat knows within a beat or two."""
+        if self._loss.wait(_VERDICT) and self._thread is not None and isinstance(self._thread.error, PeerLost):
+            return self._thread.error
+        reason = (str(error).splitlines() or [""])[0]
+        lost = PeerLost(f"the connection to a peer broke during {subject.kind} at step {subject.step}: {reason}")
+        if self._heartbeat is not None and not self._closing:
+            self._heartbeat.failed(str(lost))
+            self._watchdog.alarm(lost)
+        return lost
+
+    # Heartbeat
+
+    def _note(self) -> Note:
+        return {"samples": self.samples, **self.agreement.note()}
+
+    def _receive(self, notes: dict[int, Note]) -> bool:
+        self._notes = notes
+        return self.agreement.receive(notes)
+
+    def _lost(self, reason: PeerLost) -> None:
+        if self._closing or self._thread is None:
+            return
+        self._thread.fail(reason)
+        self._loss.set()
+        self._connections.cut()
+        self._watchdog.alarm(reason)
+
+
+def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # all ranks are members
+    return group
+
+
+def _ring_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that one worker sends, and receives, in a ring all-reduce of ``nbytes``."""
+    return 2 * nbytes * (world_size - 1) // world_size

@@ -1,0 +1,87 @@
+"""The header of a message: what a worker is about to reduce. All workers must be about to reduce the same."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage
+
+_FORMAT = struct.Struct("<24s24sqqqq")
+NONFINITE = 1
+"""Flag of a worker whose message holds NaN or infinity."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one worker announces.
+
+    Attributes:
+        algorithm: registered name of the algorithm.
+        kind: what the message is for, for example ``round``, ``gradients``, ``consensus``.
+        step: optimizer steps attempted so far.
+        layout: fingerprint of the buckets' layout (shapes, strides, dtypes, order).
+        nbytes: size of the message.
+        flags: what may differ between workers without being a mismatch.
+    """
+
+    algorithm: str
+    kind: str
+    step: int
+    layout: int
+    nbytes: int
+    flags: int = 0
+
+    def pack(self) -> Tensor:
+        """The header as bytes."""
+        names = self.algorithm.encode()[:24], self.kind.encode()[:24]
+        packed = _FORMAT.pack(*names, self.step, self.layout, self.nbytes, self.flags)
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """A header from its bytes."""
+        algorithm, kind, *numbers = _FORMAT.unpack(data)
+        return cls(algorithm.rstrip(b"\0").decode(), kind.rstrip(b"\0").decode(), *numbers)
+
+    @property
+    def _agreed(self) -> tuple[object, ...]:
+        return self.algorithm, self.kind, self.step, self.layout, self.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}/{self.kind} at step {self.step} ({self.nbytes} bytes, layout {self.layout:x})"
+
+
+def size_of(world_size: int) -> int:
+    """Bytes that each worker sends, and receives, for one exchange of headers."""
+    return _FORMAT.size * (world_size - 1)
+
+
+def exchange(mine: Header, group: dist.ProcessGroup) -> None:
+    """Wait for every worker's header and compare.
+
+    Raises:
+        MessageMismatch: two workers announce different messages. Raised on every worker, before anything is reduced.
+        NonFiniteMessage: some worker's message is not finite. Raised on every worker, before anything is reduced.
+    """
+    rank, world_size = group.rank(), group.size()
+    everyone = torch.empty(world_size * _FORMAT.size, dtype=torch.uint8)
+    dist.all_gather_into_tensor(everyone, mine.pack(), group=group)
+    data = everyone.numpy().tobytes()
+    headers = [Header.unpack(data[r * _FORMAT.size : (r + 1) * _FORMAT.size]) for r in range(world_size)]
+    for other, header in enumerate(headers):
+        if header._agreed != mine._agreed:
+            raise MessageMismatch(
+                f"workers are out of step: rank {rank} sends {mine}, rank {other} sends {header}; every rank needs the "
+                "same model, the same options and the same number of batches"
+            )
+    broken = [r for r, header in enumerate(headers) if header.flags & NONFINITE]
+    if broken:
+        raise NonFiniteMessage(
+            f"{mine.algorithm}/{mine.kind} at step {mine.step}: NaN or infinity in the message of rank "
+            f"{', '.join(map(str, broken))}; nothing was sent; lower the learning rate or clip gradients"
+        )
