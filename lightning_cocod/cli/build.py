@@ -1,0 +1,112 @@
+"""From a configuration to the objects of a run."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger, WandbLogger
+from omegaconf import DictConfig
+
+from lightning_cocod.workloads import ImageClassifier, ImageDataModule, InputError
+
+
+class Run(NamedTuple):
+    """What a rank needs to train."""
+
+    trainer: L.Trainer
+    module: ImageClassifier
+    datamodule: ImageDataModule
+
+
+def build(cfg: DictConfig, loggers: list[Logger], callbacks: list[L.Callback]) -> Run:
+    """Make everything that `cfg` names; `loggers` and `callbacks` come in addition to the configured ones.
+
+    Raises:
+        InputError: an option has a value that its object refuses.
+    """
+    datamodule = make(cfg, "data")
+    model = make(cfg, "model", num_classes=datamodule.num_classes, in_channels=datamodule.in_channels)
+    module = ImageClassifier(
+        model, datamodule.num_classes, make(cfg, "optimizer"), make(cfg, "schedule"), cfg.label_smoothing
+    )
+    callbacks = [*make(cfg, "callbacks").values(), *callbacks]
+    trainer = make(
+        cfg,
+        "trainer",
+        strategy=make(cfg, "strategy"),
+        logger=[*make(cfg, "logger").values(), *loggers],
+        callbacks=callbacks,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),  # no uninvited default
+        enable_model_summary=False,  # `cocod-train` prints a line instead
+        enable_progress_bar=False,  # the callbacks hold the one that fits the terminal
+    )
+    return Run(trainer, module, datamodule)
+
+
+def check(cfg: DictConfig) -> None:
+    """Build the run without its weights and send one empty batch through it, so that a wrong option fails before the launch.
+
+    Raises:
+        InputError: an option has a value that its object refuses, or the model cannot take the data's images.
+    """
+    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
+        raise InputError(f"ckpt_path={cfg.ckpt_path} does not exist: name a .ckpt file, e.g. from a job's checkpoints/")
+    with torch.device("meta"):  # shapes only
+        run = build(cfg, [], [])
+        data = run.datamodule
+        images = torch.zeros(2, data.in_channels, data.image_size, data.image_size)
+        try:
+            run.module(images)
+        except (RuntimeError, ValueError) as error:
+            shape = f"{data.in_channels}×{data.image_size}×{data.image_size}"
+            raise InputError(f"the model cannot take the data's images of {shape}: {_line(error)}") from error
+        optimizer = _called("optimizer", make(cfg, "optimizer"), run.module.parameters())
+        _called("schedule", make(cfg, "schedule"), optimizer, 1000)
+    if any(isinstance(logger, WandbLogger) and not logger._offline for logger in run.trainer.loggers):
+        check_wandb_account()
+
+
+def check_wandb_account() -> None:
+    """Refuse an online run that W&B would ask questions about, because ranks have no terminal to answer them.
+
+    Raises:
+        InputError: W&B knows no account.
+    """
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online" and wandb.api.api_key is None:
+        raise InputError("logger=wandb needs an account: run `wandb login` once, or use logger=wandb_offline")
+
+
+def make(cfg: DictConfig, key: str, **kwargs: Any) -> Any:
+    """Instantiate one node of the configuration.
+
+    Raises:
+        InputError: its class refuses a value.
+    """
+    try:
+        return instantiate(cfg[key], _convert_="all", **kwargs)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, InputError):
+            raise cause from error
+        if isinstance(cause, ValueError | TypeError | ImportError | MisconfigurationException):
+            raise InputError(f"{key}: {_line(cause)}") from error
+        raise
+
+
+def _called(key: str, function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, InputError) else InputError(f"{key}: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

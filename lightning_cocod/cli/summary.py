@@ -1,0 +1,102 @@
+"""What a job reached: as data for summary.json, and as a table."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from lightning_cocod.cli.build import Run
+from lightning_cocod.cli.history import History
+
+FILE = "summary.json"
+Summary = dict[str, Any]
+
+
+def summarise(cfg: DictConfig, run: Run, history: History, seconds: float) -> Summary:
+    """The result of a job, on rank 0; values are None where nothing was measured."""
+    trainer = run.trainer
+    summary: Summary = {
+        "name": cfg.name,
+        "ranks": trainer.world_size,
+        "period": cfg.strategy.get("period"),
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "seconds": seconds,
+        "test/acc": history.last("test/acc"),
+        "test/loss": history.last("test/loss"),
+        "val/acc": history.last("val/acc"),
+        "train/loss": history.last("train/loss"),
+        "throughput/samples_per_sec": history.mean("throughput/samples_per_sec"),
+        "comm/hidden_fraction": history.last("comm/hidden_fraction"),
+        "comm/sent_bytes": history.last("comm/sent_bytes"),
+    }
+    summary.update(csv=None, wandb=None, wandb_url=None)
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            summary["csv"] = str(Path(logger.log_dir, logger.experiment.NAME_METRICS_FILE))
+        elif isinstance(logger, WandbLogger):
+            summary["wandb"] = str(Path(logger.experiment.dir).parent)
+            if not logger.experiment.offline:
+                summary["wandb_url"] = logger.experiment.url
+    checkpoint = trainer.checkpoint_callback
+    summary["checkpoint"] = getattr(checkpoint, "best_model_path", None) or None
+    return summary
+
+
+def save_summary(summary: Summary, folder: Path) -> None:
+    """Write summary.json."""
+    (folder / FILE).write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def readable(summary: Summary) -> dict[str, str]:
+    """What of a summary belongs into a table, label to text."""
+    if "error" in summary:
+        return {"failed": summary["error"].splitlines()[-1]}
+    texts = {
+        "test accuracy": _format(summary["test/acc"], lambda x: f"{x:.2%}"),
+        "test loss": _format(summary["test/loss"], lambda x: f"{x:.4f}"),
+        "samples/s": _format(summary["throughput/samples_per_sec"], lambda x: f"{x:,.0f}"),
+        "communication hidden": _format(summary["comm/hidden_fraction"], lambda x: f"{x:.1%}"),
+        "sent by rank 0": _format(summary["comm/sent_bytes"], lambda x: f"{x / 1e6:,.1f} MB"),
+        "period": _format(summary["period"], str),
+        "ranks": str(summary["ranks"]),
+        "steps": str(summary["steps"]),
+        "seconds": f"{summary['seconds']:.1f}",
+    }
+    return texts
+
+
+def print_summary(summary: Summary, folder: Path) -> None:
+    """Print the table, and how to look into the run."""
+    table = Table(title=summary["name"], show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for label, text in readable(summary).items():
+        table.add_row(label, text)
+    Console().print(table)
+    for label, text in where(summary, folder).items():
+        print(f"{label + ':':<12}{text}")  # not through rich, which would break long paths
+
+
+def where(summary: Summary, folder: Path) -> dict[str, str]:
+    """Where the results lie, and the commands that open them."""
+    lines = {"results": str(folder)}
+    if summary["csv"]:
+        lines["metrics"] = summary["csv"]
+    if summary["checkpoint"]:
+        lines["checkpoint"] = summary["checkpoint"]
+    if summary["wandb_url"]:
+        lines["W&B"] = summary["wandb_url"]
+    elif summary["wandb"]:
+        lines["charts"] = f"wandb leet {summary['wandb']}"
+        lines["upload"] = f"wandb sync {summary['wandb']}"
+    return lines
+
+
+def _format(value: Any, text: Callable[[Any], str]) -> str:
+    return "–" if value is None else text(value)

@@ -1,0 +1,58 @@
+"""The table over the jobs of a sweep."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from lightning_cocod.cli.summary import FILE, Summary, readable
+
+CSV = "sweep.csv"
+
+
+class SweepTable(Callback):
+    """Collects each job's summary.json when a sweep ends."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the jobs as a table and write it to sweep.csv in the sweep's folder; exit with 1 if a job failed."""
+        folder = Path(config.hydra.sweep.dir)
+        jobs = read_jobs(folder)
+        write_csv(jobs, folder / CSV)
+        Console().print(sweep_table(jobs))
+        print(f"sweep table: {folder / CSV}")
+        if any("error" in job for job in jobs):
+            sys.exit(1)
+
+
+def read_jobs(folder: Path) -> list[Summary]:
+    """The summaries below `folder` in the order of their job numbers."""
+    files = sorted(folder.rglob(FILE), key=lambda file: (len(file.parent.name), file.parent.name))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def write_csv(jobs: list[Summary], file: Path) -> None:
+    """One line a job, with a header."""
+    columns = list(dict.fromkeys(key for job in jobs for key in job))
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(jobs)
+
+
+def sweep_table(jobs: list[Summary]) -> Table:
+    """One row a job."""
+    table = Table(title="sweep", title_justify="left")
+    table.add_column("job")
+    rows = [(job["overrides"], readable(job)) for job in jobs]
+    columns = list(dict.fromkeys(label for _, row in rows for label in row))
+    for label in columns:
+        table.add_column(label, justify="right")
+    for overrides, row in rows:
+        table.add_row(overrides, *(row.get(label, "") for label in columns))
+    return table
