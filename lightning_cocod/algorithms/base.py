@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,8 +16,8 @@ from typing_extensions import Self
 
 from lightning_cocod.algorithms.loop import StepHooks
 from lightning_cocod.algorithms.when import Rounds, When
-from lightning_cocod.comm import Communicator, Subject
-from lightning_cocod.comm.ledger import Totals
+from lightning_cocod.comm import Communicator, Message, Subject
+from lightning_cocod.comm.ledger import Reading
 
 T = TypeVar("T")
 
@@ -93,15 +94,22 @@ class Algorithm:
         self._hooks: StepHooks | None = None
         self._in_consensus = False
         self._started = False
+        self._merged: Message | None = None  # the last one, for the metrics
         self._distance = 0.0
+        self._begun = Reading()
 
     # The verbs
 
-    def start(self) -> None:
-        """Before the first step: connect, and give every worker the weights and buffers of rank 0."""
+    def start(self, *, broadcast: bool = True) -> None:
+        """Before the first step: connect, and give every worker the weights and buffers of rank 0.
+
+        Args:
+            broadcast: False where the loop has already seen to it that all workers have the weights they should have.
+        """
         self.comm.start()
         self._started = True
-        if self.comm.world_size > 1:
+        self._begun = self.reading()
+        if broadcast and self.comm.world_size > 1:
             state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
             self.comm.broadcast_(state, self.subject("initial weights", counted=False)).wait()
 
@@ -198,18 +206,28 @@ class Algorithm:
         self.t, self.rounds.ends = state["t"], state["round_ends"]
         self.weights = self._next_weights = list(state["weights"])
 
-    def metrics(self) -> dict[str, float]:
-        """``algo/…`` of the metric vocabulary. Never blocks."""
+    def reading(self) -> Reading:
+        """The counters now; hand it to ``metrics`` later to look at the time in between."""
+        return Reading(time.perf_counter(), self.t, self.comm.total_samples(), self.comm.ledger.totals())
+
+    def metrics(self, since: Reading | None = None) -> dict[str, float]:
+        """The metric vocabulary (docs/metrics.md): times per step and rates since a reading, bytes since the start.
+
+        Never blocks, on a peer or on a device.
+
+        Args:
+            since: an earlier ``reading()``; by default that of ``start``.
+        """
+        if self._merged is not None and (numbers := self._merged.numbers()) is not None:
+            size, distance = numbers
+            self._distance = distance / size if size > 0 else 0.0
         period = 1 if self.when.synchronous(self.t) else self.when.period(self.t)
         return {
+            **self.reading().since(since or self._begun),
             "algo/period": float(period),
-            "algo/replica_distance": self._distance,
             "algo/staleness_steps": 0.0,
+            "algo/replica_distance": self._distance,
         }
-
-    def totals(self) -> Totals:
-        """Seconds and bytes of communication so far."""
-        return self.comm.ledger.totals()
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """New weights of the workers, the same on every rank; they take effect at the next merge.

@@ -13,6 +13,7 @@ from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
+from lightning_cocod.comm.ledger import Reading
 
 
 class CoCoD(Algorithm):
@@ -70,12 +71,11 @@ class CoCoD(Algorithm):
         self.overlap = overlap
         self.S: Buffer | None = None
         self.A: Message | None = None
-        self._merged: Message | None = None
         self._staleness = 0
 
-    def start(self) -> None:
+    def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0, then the first launch."""
-        super().start()
+        super().start(broadcast=broadcast)
         self.S, self.A, self.rounds.ends = None, None, None
         self._at_boundary()
 
@@ -139,9 +139,6 @@ class CoCoD(Algorithm):
             for bucket, value in zip(self.S.buckets, state["correction"], strict=True):
                 bucket.copy_(value)
 
-    def metrics(self) -> dict[str, float]:
-        """Adds the staleness of the last merge and how far this replica was from the mean, relative to its size."""
-        if self._merged is not None and (numbers := self._merged.numbers()) is not None:
-            size, distance = numbers
-            self._distance = distance / size if size > 0 else 0.0
-        return {**super().metrics(), "algo/staleness_steps": float(self._staleness)}
+    def metrics(self, since: Reading | None = None) -> dict[str, float]:
+        """Adds the staleness of the last merge: steps between the snapshot and its merging."""
+        return {**super().metrics(since), "algo/staleness_steps": float(self._staleness)}

@@ -49,9 +49,9 @@ class LocalSGD(Algorithm):
     ) -> None:
         super().__init__(model, optimizer, when=as_when(period, warmup_steps), weights=weights, **shared)
 
-    def start(self) -> None:
+    def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0."""
-        super().start()
+        super().start(broadcast=broadcast)
         self.rounds.ends = None
         self._at_boundary()
 
@@ -64,4 +64,5 @@ class LocalSGD(Algorithm):
         first = self.rounds.ends is None  # all workers still have the same weights
         if self.comm.world_size > 1 and self.rounds.begins(self.t) and not first:
             self.x, self.weights = self._parameters(), self._next_weights
-            self.comm.mean_([p.detach() for p in self.x], self.w, self.subject("round")).wait()
+            self._merged = self.comm.mean_([p.detach() for p in self.x], self.w, self.subject("round"), measured=True)
+            self._merged.wait()

@@ -44,6 +44,11 @@ class Agreement:
         if what not in self._wanted:
             self._wanted.append(what)
 
+    @property
+    def wishes(self) -> tuple[str, ...]:
+        """What this rank has asked for and not got yet."""
+        return tuple(self._wanted)
+
     def reached(self, step: int) -> str | None:
         """The training thread has done ``step`` steps. Returns what all ranks have agreed to do now, if anything.
 

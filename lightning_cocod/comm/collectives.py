@@ -44,6 +44,9 @@ class Collective(Protocol):
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
 
+    def distance(self) -> Tensor | None:
+        """Norm of the difference between the result and what this worker put in, if that is measured."""
+
 
 class _InPlace:
     """Reads and writes a list of tensors."""
@@ -66,13 +69,18 @@ class _InPlace:
         pieces = self._pieces[bucket]
         torch._foreach_copy_(pieces, self.layout.cut(bucket, scratch, pieces))
 
+    def distance(self) -> Tensor | None:
+        """Not measured."""
+        return None
+
 
 class Mean(_InPlace):
     """x ← Σ_j w_j x_j."""
 
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
         super().__init__(tensors, layout)
         self._weight = weight
+        self._distances: list[Tensor] | None = [] if measured else None
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i x_i."""
@@ -82,6 +90,18 @@ class Mean(_InPlace):
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
         return _all_reduce(scratch, group)
+
+    def drain(self, bucket: int, scratch: Tensor) -> None:
+        """Copy the pieces out, having looked at how far they move."""
+        if self._distances is not None:
+            pieces = self._pieces[bucket]
+            moved = torch._foreach_sub(self.layout.cut(bucket, scratch, pieces), pieces)
+            self._distances.append(_norm(list(moved)))
+        super().drain(bucket, scratch)
+
+    def distance(self) -> Tensor | None:
+        """‖mean - x‖."""
+        return None if self._distances is None else _together(self._distances)
 
 
 class Broadcast(_InPlace):
@@ -118,6 +138,10 @@ class Correction:
         """S_i ← mean - S_i."""
         torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
 
+    def distance(self) -> Tensor | None:
+        """‖S‖, now that S is the correction."""
+        return norm(self)
+
 
 def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
     work = dist.all_reduce(bucket, group=group, async_op=True)
@@ -127,16 +151,19 @@ def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 def norm(collective: Collective) -> Tensor:
     """Euclidean norm of what the collective's tensors hold now: a number on their device, NaN or infinite if they are."""
-    norms: list[Tensor] = []
-    for bucket in range(len(collective.layout)):
-        contents = collective.contents(bucket)
-        if contents:
-            dtype = torch.promote_types(contents[0].dtype, torch.float32)
-            norms += torch._foreach_norm(contents, 2, dtype)
-    if not norms:
-        return torch.zeros(())
-    device = norms[0].device
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
+    return _together([_norm(c) for c in map(collective.contents, range(len(collective.layout))) if c])
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Norm over tensors of one dtype and device, in float64."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    parts = torch.stack(torch._foreach_norm(tensors, 2, dtype))
+    total: Tensor = torch.linalg.vector_norm(parts.to(torch.float64))
+    return total
+
+
+def _together(norms: list[Tensor]) -> Tensor:
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
     return total
 
 

@@ -149,6 +149,7 @@ class Communicator:
         self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._scratch = collectives.new_scratch()
         self._notes: dict[int, Note] = {}
+        self._samples_heard = [0] * self.world_size
         self._loss = threading.Event()
         self._closing = False
         self._thread: CommunicationThread | None = None
@@ -234,17 +235,20 @@ class Communicator:
 
     # Collectives
 
-    def mean_(self, tensors: Sequence[Tensor], weight: float, subject: Subject) -> Message:
-        """x ← Σ_j w_j x_j in place, w_j being each worker's own ``weight``. The tensors must rest until it is done."""
-        return self._submit(subject, Mean(tensors, self.layout(tensors), weight), measure=False)
+    def mean_(self, tensors: Sequence[Tensor], weight: float, subject: Subject, *, measured: bool = False) -> Message:
+        """x ← Σ_j w_j x_j in place, w_j being each worker's own ``weight``. The tensors must rest until it is done.
+
+        With ``measured`` the message's numbers are ‖x‖ before and ‖mean - x‖: the size and the distance.
+        """
+        return self._submit(subject, Mean(tensors, self.layout(tensors), weight, measured=measured))
 
     def correction_(self, snapshot: Buffer, weight: float, subject: Subject) -> Message:
         """S ← Σ_j w_j S_j - S in place. Its numbers are ‖S‖ before and ‖S‖ after: the size and the distance."""
-        return self._submit(subject, Correction(snapshot, weight), measure=True)
+        return self._submit(subject, Correction(snapshot, weight))
 
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject) -> Message:
         """x ← x of rank 0, in place."""
-        return self._submit(subject, Broadcast(tensors, self.layout(tensors)), measure=False, check=False)
+        return self._submit(subject, Broadcast(tensors, self.layout(tensors)), checked=False)
 
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of these tensors; made once for equal shapes."""
@@ -254,11 +258,13 @@ class Communicator:
         return self._layouts[key]
 
     def total_samples(self) -> int:
-        """Samples that all ranks together have trained on, as of the last heartbeat; no collective."""
-        others = sum(note["samples"] for rank, note in self._notes.items() if rank != self.rank)
-        return self.samples + int(others)
+        """Samples that all ranks together have trained on, as of the last header or heartbeat; no collective."""
+        noted = [int(self._notes[r]["samples"]) if r in self._notes else 0 for r in range(self.world_size)]
+        heard = [max(pair) for pair in zip(noted, self._samples_heard, strict=True)]
+        heard[self.rank] = self.samples
+        return sum(heard)
 
-    def _submit(self, subject: Subject, collective: Collective, *, measure: bool, check: bool = True) -> Message:
+    def _submit(self, subject: Subject, collective: Collective, *, checked: bool = True) -> Message:
         self.check()
         assert self._thread is not None, "start() comes before the first message"
         report, departed = _Report(), self.lane.mark()
@@ -267,7 +273,7 @@ class Communicator:
             try:
                 with self.lane.working():
                     self.lane.follow(departed)
-                    self._carry_out(subject, collective, report, measure, check)
+                    self._carry_out(subject, collective, report, checked)
             except CommunicationError:
                 raise
             except RuntimeError as error:  # what the transport raises
@@ -275,18 +281,21 @@ class Communicator:
 
         return Message(self._thread.submit(work), report, self, subject)
 
-    def _carry_out(self, subject: Subject, collective: Collective, report: _Report, measure: bool, check: bool) -> None:
+    def _carry_out(self, subject: Subject, collective: Collective, report: _Report, checked: bool) -> None:
         layout = collective.layout
-        size = collectives.norm(collective) if check else None
+        size = collectives.norm(collective) if checked else None
         flags = NONFINITE if size is not None and not bool(torch.isfinite(size)) else 0
-        header = Header(subject.algorithm, subject.kind, subject.step, layout.fingerprint, layout.nbytes, flags)
-        exchange(header, self._groups[0])
+        header = Header(
+            subject.algorithm, subject.kind, subject.step, layout.fingerprint, layout.nbytes, flags, self.samples
+        )
+        headers = exchange(header, self._groups[0])
+        self._samples_heard = [h.samples for h in headers]
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         collectives.run(collective, self._groups[-1], self._scratch)
         arrived = self.lane.mark()
-        if measure and size is not None:
-            both = torch.stack([size, collectives.norm(collective).to(size.device)])
+        if size is not None and (distance := collective.distance()) is not None:
+            both = torch.stack([size, distance])
             report.numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
         report.arrived = self.lane.mark()
         moved = size_of(self.world_size) + _ring_bytes(layout.nbytes, self.world_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage
 
-_FORMAT = struct.Struct("<24s24sqqqq")
+_FORMAT = struct.Struct("<24s24sqqqqq")
 NONFINITE = 1
 """Flag of a worker whose message holds NaN or infinity."""
 
@@ -27,6 +27,7 @@ class Header:
         layout: fingerprint of the buckets' layout (shapes, strides, dtypes, order).
         nbytes: size of the message.
         flags: what may differ between workers without being a mismatch.
+        samples: that this worker has trained on so far; differs between workers.
     """
 
     algorithm: str
@@ -35,11 +36,12 @@ class Header:
     layout: int
     nbytes: int
     flags: int = 0
+    samples: int = 0
 
     def pack(self) -> Tensor:
         """The header as bytes."""
         names = self.algorithm.encode()[:24], self.kind.encode()[:24]
-        packed = _FORMAT.pack(*names, self.step, self.layout, self.nbytes, self.flags)
+        packed = _FORMAT.pack(*names, self.step, self.layout, self.nbytes, self.flags, self.samples)
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @classmethod
@@ -61,18 +63,20 @@ def size_of(world_size: int) -> int:
     return _FORMAT.size * (world_size - 1)
 
 
-def exchange(mine: Header, group: dist.ProcessGroup) -> None:
+def exchange(mine: Header, group: dist.ProcessGroup) -> list[Header]:
     """Wait for every worker's header and compare.
+
+    Returns:
+        The headers in the order of ranks.
 
     Raises:
         MessageMismatch: two workers announce different messages. Raised on every worker, before anything is reduced.
         NonFiniteMessage: some worker's message is not finite. Raised on every worker, before anything is reduced.
     """
     rank, world_size = group.rank(), group.size()
-    everyone = torch.empty(world_size * _FORMAT.size, dtype=torch.uint8)
-    dist.all_gather_into_tensor(everyone, mine.pack(), group=group)
-    data = everyone.numpy().tobytes()
-    headers = [Header.unpack(data[r * _FORMAT.size : (r + 1) * _FORMAT.size]) for r in range(world_size)]
+    everyone = [torch.empty(_FORMAT.size, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_gather(everyone, mine.pack(), group=group)
+    headers = [Header.unpack(packed.numpy().tobytes()) for packed in everyone]
     for other, header in enumerate(headers):
         if header._agreed != mine._agreed:
             raise MessageMismatch(
@@ -85,3 +89,4 @@ def exchange(mine: Header, group: dist.ProcessGroup) -> None:
             f"{mine.algorithm}/{mine.kind} at step {mine.step}: NaN or infinity in the message of rank "
             f"{', '.join(map(str, broken))}; nothing was sent; lower the learning rate or clip gradients"
         )
+    return headers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -36,6 +36,39 @@ class Totals:
     def hidden_fraction(self) -> float:
         """1 - exposed/busy, in [0, 1]; 1 where the link did not work at all: nothing was exposed."""
         return 1.0 if self.busy <= 0 else min(1.0, max(0.0, 1.0 - self.exposed / self.busy))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All counters at one moment.
+
+    Attributes:
+        seconds: on this host's clock.
+        steps: optimizer steps attempted.
+        samples: that all ranks have trained on, as far as this one knows; 0 where nobody counts.
+        totals: of communication.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    totals: Totals = field(default_factory=Totals)
+
+    def since(self, begun: Reading) -> dict[str, float]:
+        """``comm/…`` and ``throughput/…`` of the metric vocabulary over the time since another reading."""
+        seconds, steps = self.seconds - begun.seconds, max(1, self.steps - begun.steps)
+        spent, total = self.totals - begun.totals, self.totals
+        return {
+            "comm/exposed_ms": 1e3 * spent.exposed / steps,
+            "comm/busy_ms": 1e3 * spent.busy / steps,
+            "comm/skew_ms": 1e3 * spent.skew / steps,
+            "comm/hidden_fraction": spent.hidden_fraction,
+            "comm/sent_bytes": float(total.sent),
+            "comm/received_bytes": float(total.received),
+            "comm/compression_ratio": total.raw / total.sent if total.sent else 1.0,
+            "throughput/step_ms": 1e3 * seconds / steps,
+            "throughput/samples_per_sec": (self.samples - begun.samples) / seconds if seconds > 0 else 0.0,
+        }
 
 
 class Ledger:

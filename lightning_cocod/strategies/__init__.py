@@ -1,0 +1,19 @@
+"""Lightning's side: one thin class per algorithm over one base."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_cocod.strategies.base import AlgorithmStrategy
+from lightning_cocod.strategies.cocod import CoCoDStrategy
+from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
+
+STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (CoCoDStrategy, LocalSGDStrategy)
+"""All strategies of the package."""
+
+
+def register() -> None:
+    """Make the names known to ``Trainer(strategy=...)``. Doing it twice changes nothing."""
+    for strategy in STRATEGIES:
+        strategy.register_strategies(StrategyRegistry)
+
+
+__all__ = ["STRATEGIES", "AlgorithmStrategy", "CoCoDStrategy", "LocalSGDStrategy", "register"]

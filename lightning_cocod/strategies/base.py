@@ -1,0 +1,328 @@
+"""Lightning's calendar: which verb of an algorithm is called when. Nothing algorithmic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cocod.algorithms import Algorithm
+from lightning_cocod.comm import Communicator
+from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.strategies.quiet import QuietLoop
+from lightning_cocod.strategies.rendezvous import check_master
+from lightning_cocod.strategies.stepper import Stepper
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_DDP_ONLY = {
+    "find_unused_parameters": "parameters without a gradient are allowed anyway",
+    "static_graph": "there is no DDP reducer whose graph could be static",
+    "gradient_as_bucket_view": "gradients are not exchanged in DDP's buckets",
+    "bucket_cap_mb": "gradients are not exchanged in DDP's buckets",
+    "broadcast_buffers": "buffers stay local in training and are averaged for evaluation",
+    "model_averaging_period": "that is what period= is for",
+    "ddp_comm_state": "there is no DDP reducer to hook into",
+    "ddp_comm_hook": "there is no DDP reducer to hook into",
+    "ddp_comm_wrapper": "there is no DDP reducer to hook into",
+}
+
+
+class AlgorithmStrategy(DDPStrategy):
+    """Runs an algorithm of this package under a Lightning Trainer.
+
+    Subclasses make the algorithm in ``make_algorithm`` and do nothing else.
+
+    Args:
+        timeout: seconds without a heartbeat after which a peer counts as lost.
+        process_group_timeout: seconds after which any collective fails although all peers live.
+        connect_timeout: seconds to wait for the master at start-up.
+        process_group_backend: ``gloo``, ``nccl``; by default the usual one of the device.
+        start_method: ``popen``, ``spawn``, ``fork`` or ``forkserver``.
+        **options: the other options of Lightning's ``ParallelStrategy``: ``accelerator``, ``parallel_devices``,
+            ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``.
+
+    Raises:
+        ValueError: an option out of range.
+        TypeError: an option that only DDP understands, or an unknown one.
+    """
+
+    registered_name: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        timeout: float = 60.0,
+        process_group_timeout: float = 1800.0,
+        connect_timeout: float = 300.0,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        for name, why in _DDP_ONLY.items():
+            if name in options:
+                raise TypeError(f"{type(self).__name__} has no option {name}: {why}; leave it out")
+        known = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+        if unknown := sorted(set(options) - known):
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
+        for name, seconds in (
+            ("timeout", timeout),
+            ("process_group_timeout", process_group_timeout),
+            ("connect_timeout", connect_timeout),
+        ):
+            if isinstance(seconds, timedelta) or not seconds > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        super().__init__(
+            timeout=timedelta(seconds=process_group_timeout),
+            process_group_backend=process_group_backend,
+            start_method=start_method,  # type: ignore[arg-type]  # Lightning validates it
+            **options,
+        )
+        self._heartbeat_timeout = timeout
+        self._process_group_timeout = process_group_timeout
+        self._connect_timeout = connect_timeout
+        self._algorithm: Algorithm | None = None
+        self._steppers: dict[Optimizer, Stepper] = {}
+        self._quiet: QuietLoop | None = None
+        self._stepped = False
+        self._undo: list[Callable[[], None]] = []
+
+    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> Algorithm:
+        """The algorithm, with this strategy's options."""
+        raise NotImplementedError
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm object, from ``setup`` to ``teardown`` of a fit.
+
+        Raises:
+            RuntimeError: outside of a fit.
+        """
+        if self._algorithm is None:
+            raise RuntimeError("the algorithm exists while trainer.fit runs")
+        return self._algorithm
+
+    def metrics(self, since: Reading | None = None) -> dict[str, float]:
+        """The metric vocabulary, see ``Algorithm.metrics``."""
+        return self.algorithm.metrics(since)
+
+    # Start and end
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        if self.world_size > 1 and not torch.distributed.is_initialized():
+            environment = self.cluster_environment
+            check_master(environment.main_address, environment.main_port, self.global_rank, self._connect_timeout)
+        super().setup_distributed()
+
+    @override
+    def configure_ddp(self) -> None:
+        """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0."""
+        assert self.model is not None
+        _sync_module_states(self.model)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._layer_sync is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+            rank_zero_warn(
+                "sync_batchnorm=True is a collective in every forward pass: it puts the ranks in step, and communication "
+                "cannot be hidden behind it. Evaluation averages the running statistics without it."
+            )
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self.model is not None
+        communicator = Communicator(
+            self.root_device,
+            timeout=self._heartbeat_timeout,
+            process_group_timeout=self._process_group_timeout,
+        )
+        self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
+        self._refuse_scaled_warm_up(self._algorithm)
+        communicator.start()
+        self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
+        self._quiet = QuietLoop(trainer, communicator.agreement)
+        self._enter_calendar(trainer, self._algorithm, self._quiet)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.algorithm.start(broadcast=False)  # done in configure_ddp; a resumed run has restored its weights since
+
+    @override
+    def teardown(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        if self._algorithm is not None:
+            self._algorithm.close()
+        self._algorithm, self._quiet, self._steppers = None, None, {}
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._algorithm is not None:
+            self._algorithm.comm.abort(exception)
+        super().on_exception(exception)
+
+    # Steps
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        stepper: Any = self._steppers.get(optimizer, optimizer)  # an optimizer of the user's own steps as it is
+        output = super().optimizer_step(stepper, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._after_step()
+        else:
+            self._stepped = True  # a step is a batch in which any optimizer stepped
+        return output
+
+    def _after_step(self) -> None:
+        assert self._quiet is not None
+        self._stepped = False
+        self.algorithm.after_step()
+        self._quiet.on_step(self.algorithm.t)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.algorithm.no_sync():
+            yield
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._algorithm is not None:
+            self._algorithm.comm.check()  # every loop comes by here: a lost peer ends validation as well
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._quiet is not None and self._quiet.decide is not None:
+            return self._quiet.decide(obj)
+        return super().broadcast(obj, src)
+
+    # Evaluation and checkpoints see the consensus model
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The consensus model in place and the random state set aside; on leaving, training is exactly where it was."""
+        with isolate_rng(), self.algorithm.consensus():
+            yield
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The consensus model's. Collective: all ranks call it."""
+        if self._algorithm is None:
+            return super().lightning_module_state_dict()
+        with self._algorithm.consensus():
+            state = super().lightning_module_state_dict()
+            return {name: _copy(value) for name, value in state.items()}
+
+    # The calendar
+
+    def _enter_calendar(self, trainer: pl.Trainer, algorithm: Algorithm, quiet: QuietLoop) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
+        first, last = _First(self, algorithm, quiet), _Last(quiet)
+        quiet.install()
+        callbacks.insert(0, first)
+        callbacks.append(last)
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        run = validation.run
+
+        def run_on_consensus() -> Any:
+            with self.evaluating():
+                return run()
+
+        validation.run = run_on_consensus  # type: ignore[method-assign]
+        self._undo += [
+            quiet.remove,
+            lambda: callbacks.remove(first),
+            lambda: callbacks.remove(last),
+            lambda: delattr(validation, "run"),
+        ]
+
+    def _refuse_scaled_warm_up(self, algorithm: Algorithm) -> None:
+        if getattr(self.precision_plugin, "scaler", None) is not None and algorithm.when.synchronous(0):
+            raise MisconfigurationException(
+                "warmup_steps and precision='16-mixed' do not go together: each rank's gradient scaler decides on its own "
+                "whether to skip a step; use precision='bf16-mixed' or warmup_steps=0"
+            )
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """``name``, ``name_spawn``, ``name_fork`` and ``name_notebook``, as Lightning's own strategies do."""
+        methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+        for suffix, method in methods.items():
+            name = cls.registered_name + suffix
+            if name not in strategy_registry:
+                description = f"{cls.__name__} with start_method {method!r}"
+                strategy_registry.register(name, cls, description=description, start_method=method)
+
+
+class _First(Callback):
+    """Comes before every other callback: verbs, and news of a failure."""
+
+    def __init__(self, strategy: AlgorithmStrategy, algorithm: Algorithm, quiet: QuietLoop) -> None:
+        self._strategy, self._algorithm, self._quiet = strategy, algorithm, quiet
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._quiet.on_batch_start()
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self._algorithm.before_step(getattr(optimizer, "wrapped", optimizer))
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._strategy._stepped:  # manual optimization
+            self._strategy._after_step()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._algorithm.finish()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._algorithm.comm.abort(exception)
+
+
+class _Last(Callback):
+    """Comes after every other callback."""
+
+    def __init__(self, quiet: QuietLoop) -> None:
+        self._quiet = quiet
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._quiet.on_batch_end()
+
+
+def _copy(value: Any) -> Any:
+    """A copy in host memory that later steps leave alone."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

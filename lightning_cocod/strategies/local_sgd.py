@@ -1,0 +1,53 @@
+"""``Trainer(strategy="local_sgd")``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cocod.algorithms import LocalSGD, When
+from lightning_cocod.algorithms.when import as_when
+from lightning_cocod.comm import Communicator
+from lightning_cocod.strategies.base import AlgorithmStrategy
+from lightning_cocod.strategies.options import positive, without_codec
+
+
+class LocalSGDStrategy(AlgorithmStrategy):
+    """Local SGD under Lightning: k local steps, then a blocking mean of the parameters (see ``LocalSGD``).
+
+    Args:
+        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``When``). A step is an optimizer step,
+            never a batch.
+        warmup_steps: synchronous steps first.
+        weights: of the ranks in every mean, in any scale. Equal by default.
+        compression: codec for the messages. None is the only one so far.
+        **options: see ``AlgorithmStrategy``.
+
+    Raises:
+        ValueError: an option out of range.
+        TypeError: an option that only DDP understands, or an unknown one.
+    """
+
+    registered_name: ClassVar[str] = LocalSGD.name
+
+    def __init__(
+        self,
+        period: int | Mapping[int, int] | When = 4,
+        *,
+        warmup_steps: int = 0,
+        weights: Sequence[float] | None = None,
+        compression: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        without_codec(compression)
+        self._when = as_when(period, warmup_steps)
+        self._weights = positive(weights)
+
+    @override
+    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> LocalSGD:
+        return LocalSGD(model, optimizers, self._when, weights=self._weights, communicator=communicator)

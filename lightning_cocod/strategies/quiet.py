@@ -1,0 +1,109 @@
+"""Lightning's per-batch collectives, replaced: decisions that all ranks must take together are agreed as a step number.
+
+Lightning broadcasts a stop flag on every batch, and so do ``max_time`` and a checkpoint's ``train_time_interval``. Each of
+these locks the ranks in step, and a strategy that hides communication would hide nothing. Here a rank that wants something
+says so in its heartbeat, and all ranks do it after the same optimizer step.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_cocod.comm.agreement import Agreement
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+STOP, SIGTERM = "stop", "SIGTERM"
+
+
+class QuietLoop:
+    """Takes the collectives out of the trainer's batches and puts them back.
+
+    Args:
+        trainer: whose loop.
+        agreement: among the ranks.
+    """
+
+    def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
+        self._trainer, self._agreement = trainer, agreement
+        self._undo: list[tuple[object, str]] = []
+        self._due: str | None = None
+        self._stopping = False
+        self.decide: Callable[[bool], bool] | None = None
+        """While a callback decides something on a batch: replaces its broadcast."""
+
+    def install(self) -> None:
+        """Replace methods on the instances of this trainer."""
+        trainer = self._trainer
+        self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
+        for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]  # set by Trainer.__init__
+            if isinstance(callback, Timer):
+                self._replace_decision(callback, f"time limit {number}", wanted=True)
+            elif isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+                self._replace_decision(callback, f"checkpoint {number}", wanted=False)  # it asks whether to skip
+
+    def remove(self) -> None:
+        """Put everything back."""
+        for owner, name in reversed(self._undo):
+            delattr(owner, name)  # the class's own method shows again
+        self._undo = []
+
+    def on_batch_start(self) -> None:
+        """A stop that was known before the batch was decided by all ranks together, at a validation for example."""
+        self._stopping = self._trainer.should_stop
+        self._due = None
+
+    def on_step(self, step: int) -> None:
+        """``step`` optimizer steps have been done: see what has been agreed for now."""
+        self._due = self._agreement.reached(step)
+
+    def on_batch_end(self) -> None:
+        """After the callbacks: a stop that this rank alone has decided in this batch becomes a wish."""
+        trainer = self._trainer
+        if self._due == SIGTERM:
+            trainer._signal_connector.received_sigterm = True
+        if self._due == STOP or self._due_is("time limit"):
+            trainer.should_stop = self._stopping = True
+        elif trainer.should_stop and not self._stopping:
+            trainer.should_stop = False
+            self._agreement.request(STOP)
+
+    def _due_is(self, what: str) -> bool:
+        return self._due is not None and self._due.startswith(what)
+
+    def _replace(self, owner: object, name: str, value: Any) -> None:
+        setattr(owner, name, value)
+        self._undo.append((owner, name))
+
+    def _replace_decision(self, callback: Timer | ModelCheckpoint, name: str, *, wanted: bool) -> None:
+        """Inside the callback's batch hook, ``strategy.broadcast`` answers with what has been agreed."""
+        original = callback.on_train_batch_end
+
+        def decide(now: bool) -> bool:
+            if now is wanted:
+                self._agreement.request(name)
+            return wanted if self._due == name else not wanted
+
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+            self.decide = decide
+            try:
+                original(*args, **kwargs)
+            finally:
+                self.decide = None
+
+        self._replace(callback, "on_train_batch_end", on_train_batch_end)
+
+    def _on_sigterm(self, signum: int, _: object) -> None:
+        """A wish in place of Lightning's broadcast, which would block inside the signal handler."""
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and SIGTERM not in self._agreement.wishes:
+            launcher.kill(signal.Signals(signum))
+        rank_zero_info("Received SIGTERM: all ranks stop together after one of the next steps.")
+        self._agreement.request(SIGTERM)
