@@ -1,6 +1,5 @@
 """From a configuration to the objects of a run."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +9,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
 from lightning_cocod.workloads import ImageClassifier, ImageDataModule, InputError
+from lightning_cocod.workloads.datamodule import at_least, fraction
 
 
 class Run(NamedTuple):
@@ -24,8 +24,8 @@ class Run(NamedTuple):
     datamodule: ImageDataModule
 
 
-def build(cfg: DictConfig, loggers: list[Logger], callbacks: list[L.Callback]) -> Run:
-    """Make everything that `cfg` names; `loggers` and `callbacks` come in addition to the configured ones.
+def build(cfg: DictConfig, callbacks: list[L.Callback]) -> Run:
+    """Make everything that `cfg` names; `callbacks` come in addition to the configured ones.
 
     Raises:
         InputError: an option has a value that its object refuses.
@@ -40,12 +40,15 @@ def build(cfg: DictConfig, loggers: list[Logger], callbacks: list[L.Callback]) -
         cfg,
         "trainer",
         strategy=make(cfg, "strategy"),
-        logger=[*make(cfg, "logger").values(), *loggers],
+        logger=list(make(cfg, "logger").values()),
         callbacks=callbacks,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),  # no uninvited default
         enable_model_summary=False,  # `cocod-train` prints a line instead
         enable_progress_bar=False,  # the callbacks hold the one that fits the terminal
     )
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger._wandb_init.pop("anonymous", None)  # Lightning passes it always, W&B has dropped it and warns
     return Run(trainer, module, datamodule)
 
 
@@ -57,8 +60,10 @@ def check(cfg: DictConfig) -> None:
     """
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise InputError(f"ckpt_path={cfg.ckpt_path} does not exist: name a .ckpt file, e.g. from a job's checkpoints/")
+    at_least(0, "seed", cfg.seed)
+    fraction("label_smoothing", cfg.label_smoothing)
     with torch.device("meta"):  # shapes only
-        run = build(cfg, [], [])
+        run = build(cfg, [])
         data = run.datamodule
         images = torch.zeros(2, data.in_channels, data.image_size, data.image_size)
         try:
@@ -68,20 +73,6 @@ def check(cfg: DictConfig) -> None:
             raise InputError(f"the model cannot take the data's images of {shape}: {_line(error)}") from error
         optimizer = _called("optimizer", make(cfg, "optimizer"), run.module.parameters())
         _called("schedule", make(cfg, "schedule"), optimizer, 1000)
-    if any(isinstance(logger, WandbLogger) and not logger._offline for logger in run.trainer.loggers):
-        check_wandb_account()
-
-
-def check_wandb_account() -> None:
-    """Refuse an online run that W&B would ask questions about, because ranks have no terminal to answer them.
-
-    Raises:
-        InputError: W&B knows no account.
-    """
-    import wandb
-
-    if os.environ.get("WANDB_MODE", "online") == "online" and wandb.api.api_key is None:
-        raise InputError("logger=wandb needs an account: run `wandb login` once, or use logger=wandb_offline")
 
 
 def make(cfg: DictConfig, key: str, **kwargs: Any) -> Any:

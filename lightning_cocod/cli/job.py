@@ -7,15 +7,16 @@ from typing import Any
 
 import lightning as L
 import torch
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
 
 from lightning_cocod.cli.build import Run, build
 from lightning_cocod.cli.failure import RecordFailure
-from lightning_cocod.cli.history import History
 from lightning_cocod.cli.progress import progress
 from lightning_cocod.cli.quiet import quiet
 from lightning_cocod.cli.summary import summarise
+from lightning_cocod.workloads import InputError
 
 Config = dict[str, Any]  # the resolved configuration, as plain containers
 
@@ -43,24 +44,39 @@ def train(config: Config, callbacks: list[L.Callback] | None = None) -> dict[str
     cfg = OmegaConf.create(config)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     share_cpus(cfg.trainer.devices)
-    history = History()
-    run = build(cfg, [history], [*progress(cfg.progress), *(callbacks or [])])
+    run = build(cfg, [*progress(cfg.progress), *(callbacks or [])])
     asked = cfg.trainer.devices * cfg.trainer.num_nodes
     if run.trainer.world_size != asked:
         raise RuntimeError(f"{asked} ranks were asked for, {run.trainer.world_size} are running")
-    for logger in run.trainer.loggers:
-        logger.log_hyperparams(config)
+    start_loggers(run, config)
     if run.trainer.is_global_zero:
         print(headline(cfg, run), flush=True)
     try:
         started = time.monotonic()
         run.trainer.fit(run.module, datamodule=run.datamodule, ckpt_path=cfg.ckpt_path)
         seconds = time.monotonic() - started
+        metrics = {key: float(value) for key, value in run.trainer.callback_metrics.items()}
         if cfg.test:
-            run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)
-        return summarise(cfg, run, history, seconds) if run.trainer.is_global_zero else None
+            metrics.update(run.trainer.test(run.module, datamodule=run.datamodule, verbose=False)[0])
+        return summarise(cfg, run, metrics, seconds) if run.trainer.is_global_zero else None
     finally:
         close_wandb(run)
+
+
+def start_loggers(run: Run, config: Config) -> None:
+    """Write the configuration to every logger, which makes it begin.
+
+    Raises:
+        InputError: W&B refuses, for want of an account or a connection.
+    """
+    for logger in run.trainer.loggers:
+        try:
+            logger.log_hyperparams(config)
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"W&B does not start ({reason}): run `wandb login` once, or use logger=wandb_offline"
+            ) from error
 
 
 def share_cpus(ranks: int) -> None:

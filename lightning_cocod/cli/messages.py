@@ -19,7 +19,7 @@ def option_message(error: HydraException | OmegaConfBaseException, arguments: Se
     found = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if isinstance(error, MissingConfigException) and found and error.options:
         return f"{found[1]}={found[2]} is unknown: choose {', '.join(error.options)}"
-    found = re.search(r"Could not (?:override|delete from config\.?|append to config\.?) '?([\w./@]+?)'?[.\s]", text + " ")
+    found = re.search(r"Could not (?:override|append to config|delete from config)\W+([\w./@]*\w)", text)
     if isinstance(error, ConfigCompositionException) and found:
         return unknown_option(found[1], arguments)
     cause = error.__cause__

@@ -1,7 +1,7 @@
 """What a job reached: as data for summary.json, and as a table."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,41 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from lightning_cocod import CommunicationMonitor
 from lightning_cocod.cli.build import Run
-from lightning_cocod.cli.history import History
 
 FILE = "summary.json"
 Summary = dict[str, Any]
+METRICS = (
+    "train/loss",
+    "train/acc",
+    "val/loss",
+    "val/acc",
+    "test/loss",
+    "test/acc",
+    "throughput/samples_per_sec",
+    "throughput/step_ms",
+    "comm/hidden_fraction",
+    "comm/exposed_ms",
+    "comm/busy_ms",
+    "comm/sent_bytes",
+)
 
 
-def summarise(cfg: DictConfig, run: Run, history: History, seconds: float) -> Summary:
-    """The result of a job, on rank 0; values are None where nothing was measured."""
+def summarise(cfg: DictConfig, run: Run, metrics: Mapping[str, float], seconds: float) -> Summary:
+    """The result of a job, on rank 0; values are None where nothing was measured.
+
+    Args:
+        cfg: the job's configuration.
+        run: its objects, after training.
+        metrics: what the last epoch and the test reached.
+        seconds: how long training took, validation included.
+    """
     trainer = run.trainer
+    measured = {**metrics}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, CommunicationMonitor):
+            measured.update(callback.summary)
     summary: Summary = {
         "name": cfg.name,
         "ranks": trainer.world_size,
@@ -27,13 +52,7 @@ def summarise(cfg: DictConfig, run: Run, history: History, seconds: float) -> Su
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
         "seconds": seconds,
-        "test/acc": history.last("test/acc"),
-        "test/loss": history.last("test/loss"),
-        "val/acc": history.last("val/acc"),
-        "train/loss": history.last("train/loss"),
-        "throughput/samples_per_sec": history.mean("throughput/samples_per_sec"),
-        "comm/hidden_fraction": history.last("comm/hidden_fraction"),
-        "comm/sent_bytes": history.last("comm/sent_bytes"),
+        **{key: measured.get(key) for key in METRICS},
     }
     summary.update(csv=None, wandb=None, wandb_url=None)
     for logger in trainer.loggers:
@@ -61,8 +80,8 @@ def readable(summary: Summary) -> dict[str, str]:
         "test accuracy": _format(summary["test/acc"], lambda x: f"{x:.2%}"),
         "test loss": _format(summary["test/loss"], lambda x: f"{x:.4f}"),
         "samples/s": _format(summary["throughput/samples_per_sec"], lambda x: f"{x:,.0f}"),
-        "communication hidden": _format(summary["comm/hidden_fraction"], lambda x: f"{x:.1%}"),
-        "sent by rank 0": _format(summary["comm/sent_bytes"], lambda x: f"{x / 1e6:,.1f} MB"),
+        "comm. hidden": _format(summary["comm/hidden_fraction"], lambda x: f"{x:.1%}"),
+        "sent per rank": _format(summary["comm/sent_bytes"], lambda x: f"{x / 1e6:,.1f} MB"),
         "period": _format(summary["period"], str),
         "ranks": str(summary["ranks"]),
         "steps": str(summary["steps"]),

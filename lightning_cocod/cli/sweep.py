@@ -14,6 +14,7 @@ from rich.table import Table
 from lightning_cocod.cli.summary import FILE, Summary, readable
 
 CSV = "sweep.csv"
+PLAIN_WIDTH = 120  # characters, in a pipe or file
 
 
 class SweepTable(Callback):
@@ -24,8 +25,11 @@ class SweepTable(Callback):
         folder = Path(config.hydra.sweep.dir)
         jobs = read_jobs(folder)
         write_csv(jobs, folder / CSV)
-        Console().print(sweep_table(jobs))
-        print(f"sweep table: {folder / CSV}")
+        console = Console()
+        if not console.is_terminal:
+            console.width = PLAIN_WIDTH
+        console.print(sweep_table(jobs))
+        print(f"results:    {(folder / CSV).absolute()}")
         if any("error" in job for job in jobs):
             sys.exit(1)
 
@@ -46,13 +50,16 @@ def write_csv(jobs: list[Summary], file: Path) -> None:
 
 
 def sweep_table(jobs: list[Summary]) -> Table:
-    """One row a job."""
-    table = Table(title="sweep", title_justify="left")
-    table.add_column("job")
-    rows = [(job["overrides"], readable(job)) for job in jobs]
-    columns = list(dict.fromkeys(label for _, row in rows for label in row))
+    """One row a job, named by the overrides that not all jobs share; columns that say the same of all jobs are left out."""
+    overrides = [job["overrides"].split() for job in jobs]
+    shared = set.intersection(*map(set, overrides)) if len(jobs) > 1 else set()
+    rows = [readable(job) for job in jobs]
+    labels = dict.fromkeys(label for row in rows for label in row)
+    columns = [label for label in labels if len(jobs) == 1 or len({row.get(label) for row in rows}) > 1]
+    table = Table(title=" ".join(["sweep", *sorted(shared)]), title_justify="left")
+    table.add_column("job", overflow="fold")
     for label in columns:
         table.add_column(label, justify="right")
-    for overrides, row in rows:
-        table.add_row(overrides, *(row.get(label, "") for label in columns))
+    for own, row in zip(overrides, rows, strict=True):
+        table.add_row(" ".join(o for o in own if o not in shared), *(row.get(label, "–") for label in columns))
     return table

@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lightning_cocod.cli.build import check
@@ -66,6 +66,10 @@ def job(cfg: DictConfig) -> float | None:
     except InputError as error:
         _complain(str(error))
         summary, code = {"error": str(error)}, WRONG_INPUT
+    except OmegaConfBaseException as error:  # a group taken away with ~, an interpolation to nowhere
+        message = str(error).splitlines()[0]
+        _complain(message)
+        summary, code = {"error": message}, WRONG_INPUT
     except RankError as error:
         _complain(str(error))
         summary, code = {"error": str(error)}, FAILED
@@ -95,9 +99,8 @@ def run(cfg: DictConfig) -> Summary | None:
     cfg.trainer.devices = devices(cfg)
     try:
         config: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        key = error.full_key
-        raise InputError(f"{key} has no value: add {key}=... ({str(error).splitlines()[0]})") from error
+    except MissingMandatoryValue as error:
+        raise InputError(f"{error.full_key} has no value: add {error.full_key}=...") from error
     if started_by_launcher():
         return train(config)
     one_machine(cfg)
