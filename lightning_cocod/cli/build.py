@@ -8,7 +8,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
@@ -44,7 +44,7 @@ def build(cfg: DictConfig, callbacks: list[L.Callback]) -> Run:
         callbacks=callbacks,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),  # no uninvited default
         enable_model_summary=False,  # `cocod-train` prints a line instead
-        enable_progress_bar=False,  # the callbacks hold the one that fits the terminal
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
     )
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):

@@ -41,6 +41,7 @@ class RecordFailure(L.Callback):
         partial.rename(self.file)  # the reader sees a whole file or none
 
 
-def first_failure(folder: Path) -> Failure | None:
-    """The earliest exception that ranks recorded in `folder`, if any."""
-    return min((Failure(*json.loads(file.read_text())) for file in folder.glob("*.json")), default=None)
+def first_failure(folder: Path, first_ended: int) -> Failure | None:
+    """The earliest exception that ranks recorded in `folder`; None if the rank that ended first was killed without one."""
+    failures = sorted(Failure(*json.loads(file.read_text())) for file in folder.glob("*.json"))
+    return failures[0] if first_ended in {failure.rank for failure in failures} else None

@@ -1,5 +1,6 @@
 """One rank of one job: build, train, test, summarise."""
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ Config = dict[str, Any]  # the resolved configuration, as plain containers
 
 def fresh_rank(config: Config, failures: str) -> dict[str, Any] | None:
     """Train as a process launched for this job; an exception goes into the folder `failures`, not to stderr."""
+    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its loaders' too, in seconds each
     recorder = RecordFailure(Path(failures), int(os.environ["RANK"]))
     try:
         return train(config, [recorder])

@@ -1,5 +1,6 @@
 """Starting the ranks of a job: fresh processes, so that nothing of one job reaches the next."""
 
+import signal
 import tempfile
 import uuid
 from pathlib import Path
@@ -45,11 +46,15 @@ def launch(config: Config, ranks: int) -> dict[str, Any]:
         try:
             summaries: dict[int, dict[str, Any]] = elastic_launch(settings, fresh_rank)(config, failures)
         except ChildFailedError as error:
-            failure = first_failure(Path(failures))
-            if failure is None:  # the process died without a Python exception
-                rank, killed = error.get_first_failure()
-                raise RankError(f"rank {rank} ended with exit code {killed.exitcode} and no exception") from None
+            rank, ended = error.get_first_failure()
+            failure = first_failure(Path(failures), rank)
+            if failure is None:
+                raise RankError(f"rank {rank} was ended by {_name(ended.exitcode)}, without an exception") from None
             if failure.expected:
                 raise InputError(failure.text) from None
             raise RankError(f"rank {failure.rank} failed first:\n{failure.text.rstrip()}") from None
     return summaries[0]
+
+
+def _name(exit_code: int) -> str:
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"

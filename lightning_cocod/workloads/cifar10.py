@@ -74,9 +74,7 @@ class CIFAR10DataModule(ImageDataModule):
         )
         images.mean, images.std = MEAN, STD
         if images.num_classes != self.num_classes:
-            raise InputError(
-                f"{self.root} has {images.num_classes} classes, CIFAR-10 has 10: use data=imagefolder for it"
-            )
+            raise InputError(f"{self.root} has {images.num_classes} classes, CIFAR-10 has 10: use data=imagefolder for it")
         return images
 
     def prepare_data(self) -> None:

@@ -58,9 +58,7 @@ class ImageClassifier(L.LightningModule):
             },
             compute_groups=False,
         )
-        self.metrics = nn.ModuleDict(
-            {f"{stage}_metrics": metrics.clone(f"{stage}/") for stage in ("train", "val", "test")}
-        )
+        self.metrics = nn.ModuleDict({f"{stage}_metrics": metrics.clone(f"{stage}/") for stage in ("train", "val", "test")})
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [N, C, H, W] to logits [N, classes]."""

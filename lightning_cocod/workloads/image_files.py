@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from pathlib import Path, PurePosixPath
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from lightning_cocod.workloads.errors import InputError
 
@@ -49,7 +49,7 @@ class ImageFiles(ABC):
             zlib.error,
             Image.DecompressionBombError,
         ) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = "unknown format" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
             raise InputError(f"{self.root / name} is not a readable image ({reason}): replace or delete it") from error
 
 

@@ -30,9 +30,7 @@ def step_decay(
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps) * factor ** sum(step >= at for at in passed))
 
 
-def cosine(
-    optimizer: Optimizer, total_steps: int, warmup_fraction: float = 0.05, final_fraction: float = 0.0
-) -> LambdaLR:
+def cosine(optimizer: Optimizer, total_steps: int, warmup_fraction: float = 0.05, final_fraction: float = 0.0) -> LambdaLR:
     """Linear warm-up over `warmup_fraction` of the run, then half a cosine down to `final_fraction` of the rate."""
     if not 0 <= warmup_fraction < 1:
         raise InputError(f"schedule.warmup_fraction is a fraction of the run in [0, 1), got {warmup_fraction}")
