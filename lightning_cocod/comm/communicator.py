@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -29,7 +28,6 @@ from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle
 from lightning_cocod.comm.watchdog import Watchdog
 
-_serial = itertools.count()
 _VERDICT = 2.0  # seconds that a broken connection waits for the heartbeat to say whose it was
 
 
@@ -174,7 +172,7 @@ class Communicator:
             _get_default_store(),
             self.rank,
             self.world_size,
-            f"lightning_cocod/{next(_serial)}",
+            f"lightning_cocod/{self._groups[0].group_name}",  # the same on all ranks, new for every group
             timeout=self.timeout,
             compose=self._note,
             receive=self._receive,

@@ -1,0 +1,92 @@
+"""Small Lightning modules and data for the tests of strategies."""
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def dataset(n=96, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).tanh())
+
+
+def loader(n=96, batch_size=8, shuffle=True):
+    return DataLoader(dataset(n), batch_size=batch_size, shuffle=shuffle)
+
+
+class Toy(L.LightningModule):
+    """A regression net with everything that replicas may disagree about: BatchNorm, dropout, momentum, a schedule."""
+
+    def __init__(self, dropout=0.2, norm=True, **optimizer):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(
+            nn.Linear(6, 12), nn.BatchNorm1d(12) if norm else nn.Identity(), nn.Dropout(dropout), nn.Tanh(), nn.Linear(12, 1)
+        )
+        self.optimizer = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, **optimizer}
+
+    def loss(self, batch):
+        x, y = batch
+        return (self.net(x) - y).pow(2).mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), **self.optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class TwoOptimizers(Toy):
+    """Manual optimization: the second optimizer steps on every other batch only."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer in (first, second) if batch_idx % 2 else (first,):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        layers = list(self.net.children())
+        return torch.optim.SGD(layers[0].parameters(), lr=0.05), torch.optim.Adam(layers[4].parameters(), lr=0.01)
+
+
+def trainer(strategy, devices=2, **options):
+    """A quiet trainer on CPU ranks."""
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **options}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **options,
+    )
+
+
+def flat(module):
+    """All floating-point state of a module as one vector."""
+    values = [v.detach().double().reshape(-1) for v in module.state_dict().values() if v.is_floating_point()]
+    return torch.cat(values)
+
+
+def parameters(module):
+    """All parameters as one vector, bits preserved."""
+    return torch.cat([p.detach().clone().reshape(-1) for p in module.parameters()])

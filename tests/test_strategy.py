@@ -1,0 +1,279 @@
+"""The strategies inside real fits: the Trainer equals the plain loop, and Lightning's own features keep their meaning."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from support.ranks import run_ranks
+from support.toys import Toy, TwoOptimizers, dataset, flat, loader, parameters, trainer
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_cocod import CoCoD, CoCoDStrategy, LocalSGD, LocalSGDStrategy
+
+STRATEGIES = ["cocod", "local_sgd"]
+
+
+class Trajectory(Callback):
+    """Keeps the parameters after every batch, and the steps that the algorithm has counted."""
+
+    def __init__(self):
+        self.path, self.steps, self.rates = [], [], []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.path.append(parameters(module))
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if hasattr(trainer.strategy, "_algorithm") and trainer.strategy._algorithm is not None:
+            self.steps.append(trainer.strategy.algorithm.t)
+
+
+def fit(rank, world, strategy, options, validate=False, module=Toy):
+    L.seed_everything(5, verbose=False)
+    model, seen = module(), Trajectory()
+    t = trainer(strategy, world, callbacks=[seen], **options)
+    t.fit(model, loader(), loader(shuffle=False) if validate else None)
+    return {"path": torch.stack(seen.path), "steps": seen.steps, "rates": seen.rates, "end": flat(model)}
+
+
+def assert_consensus_at_end(ranks):
+    for other in ranks[1:]:
+        assert torch.equal(ranks[0]["end"], other["end"])
+
+
+# --- the Trainer equals the plain loop
+
+
+def plain(rank, world, algorithm, options):
+    L.seed_everything(5, verbose=False)
+    accumulate, clip, precision = (options.get(name) for name in ("accumulate", "clip", "precision"))
+    accumulate = accumulate or 1
+    model = Toy(dropout=0.0)
+    batches = in_order(rank, world)
+    configured = model.configure_optimizers()
+    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    path = []
+    model.log = lambda *_, **__: None
+    with algorithm(model, optimizer, period=3):
+        for _ in range(2):
+            for i, batch in enumerate(batches):
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                    loss = model.loss(batch)
+                (loss / accumulate).backward()
+                if (i + 1) % accumulate == 0 or i + 1 == len(batches):
+                    if clip:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    schedule.step()
+                path.append(parameters(model))
+    return {"path": torch.stack(path), "end": flat(model)}
+
+
+def in_order(rank, world):
+    sampler = DistributedSampler(dataset(), world, rank, shuffle=False)
+    return DataLoader(dataset(), batch_size=8, sampler=sampler)
+
+
+def unshuffled(rank, world, strategy, options, norm=True):
+    L.seed_everything(5, verbose=False)
+    model, seen = Toy(dropout=0.0, norm=norm), Trajectory()
+    own = in_order(rank, world)  # the sampler that Lightning would put in shuffles
+    trainer(strategy, world, callbacks=[seen], use_distributed_sampler=False, **options).fit(model, own)
+    return {"path": torch.stack(seen.path), "end": flat(model), "steps": seen.steps}
+
+
+CASES = {
+    "plain": ({}, {}),
+    "accumulation with a partial last window": ({"accumulate_grad_batches": 4}, {"accumulate": 4}),
+    "clipping": ({"gradient_clip_val": 0.1}, {"clip": 0.1}),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("algorithm", "strategy"), [(CoCoD, CoCoDStrategy), (LocalSGD, LocalSGDStrategy)])
+def test_trainer_equals_the_plain_loop(name, algorithm, strategy):
+    options, loop = CASES[name]
+    with_trainer = run_ranks(unshuffled, 2, strategy(period=3), options, init=False)
+    by_hand = run_ranks(plain, 2, algorithm, loop)
+    for rank in range(2):
+        assert torch.equal(with_trainer[rank]["path"], by_hand[rank]["path"])
+        assert torch.equal(with_trainer[rank]["end"], by_hand[rank]["end"])
+
+
+def test_a_step_is_an_optimizer_step_never_a_batch():
+    """96 samples, 2 ranks, batch 8: 6 batches an epoch; windows of 4 make 2 steps an epoch, the second one partial."""
+    for rank in run_ranks(fit, 2, "cocod", {"accumulate_grad_batches": 4}, init=False):
+        assert rank["steps"] == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
+
+
+# --- evaluation does not disturb training
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_validation_after_every_batch_leaves_the_trajectory_bitwise_alone(strategy):
+    validated = run_ranks(fit, 2, strategy, {"val_check_interval": 1}, True, init=False)
+    not_validated = run_ranks(fit, 2, strategy, {}, False, init=False)
+    for rank in range(2):
+        assert torch.equal(validated[rank]["path"], not_validated[rank]["path"])
+        assert torch.equal(validated[rank]["end"], not_validated[rank]["end"])
+    assert not torch.equal(validated[0]["path"], validated[1]["path"])  # replicas differ: there was something to disturb
+
+
+# --- parity with DDP
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "strategy",
+    [LocalSGDStrategy(period=1), LocalSGDStrategy(warmup_steps=1000), CoCoDStrategy(warmup_steps=1000)],
+    ids=["local_sgd with period 1", "local_sgd in warm-up", "cocod in warm-up"],
+)
+def test_equals_ddp(strategy, world):
+    ddp = run_ranks(unshuffled, world, "ddp", {}, False, init=False)
+    ours = run_ranks(unshuffled, world, strategy, {}, False, init=False)
+    for rank in range(world):  # the same sums in another order
+        torch.testing.assert_close(ours[rank]["path"], ddp[rank]["path"], rtol=2e-5, atol=1e-6)
+
+
+def test_cocod_with_period_1_does_not_equal_ddp():
+    ddp = run_ranks(unshuffled, 2, "ddp", {}, False, init=False)
+    ours = run_ranks(unshuffled, 2, CoCoDStrategy(period=1), {}, False, init=False)
+    assert not torch.allclose(ours[0]["path"], ddp[0]["path"], rtol=1e-3, atol=1e-4)
+
+
+# --- one device
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_device_is_plain_training(strategy):
+    plain_run, ours = (run_ranks(unshuffled, 1, chosen, {}, init=False)[0] for chosen in ("auto", strategy))
+    assert torch.equal(plain_run["path"], ours["path"])
+    ddp, ours = (run_ranks(fit, 1, chosen, {}, init=False)[0] for chosen in ("ddp", strategy))  # the same shuffling
+    assert torch.equal(ddp["path"], ours["path"])
+
+
+# --- manual optimization, schedules, precision
+
+
+def test_manual_optimization_counts_batches_and_ends_on_the_consensus():
+    ranks = run_ranks(fit, 2, "cocod", {}, False, TwoOptimizers, init=False)
+    assert_consensus_at_end(ranks)
+    for rank in ranks:
+        assert rank["steps"] == list(range(1, 13))
+
+
+def test_schedules_are_identical_on_all_ranks_and_follow_steps():
+    ranks = run_ranks(fit, 2, "cocod", {"accumulate_grad_batches": 2}, init=False)
+    assert ranks[0]["rates"] == ranks[1]["rates"]
+    assert len(set(ranks[0]["rates"])) == 2  # 6 steps: one drop after the fifth
+
+
+def accumulation_schedule(rank, world):
+    L.seed_everything(5, verbose=False)
+    model, seen = Toy(), Trajectory()
+    schedule = GradientAccumulationScheduler({0: 1, 1: 3})
+    trainer("cocod", world, callbacks=[seen, schedule]).fit(model, loader())
+    return {"steps": seen.steps, "end": flat(model)}
+
+
+def test_accumulation_that_changes_with_the_epoch():
+    ranks = run_ranks(accumulation_schedule, 2, init=False)
+    assert_consensus_at_end(ranks)
+    assert ranks[0]["steps"] == [1, 2, 3, 4, 5, 6, 6, 6, 7, 7, 7, 8]
+
+
+class InfAtStep(Toy):
+    """The gradient of rank 1 overflows in one step, so its scaler skips that step."""
+
+    def on_after_backward(self):
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 2:
+            self.net[0].weight.grad.fill_(float("inf"))
+
+
+def scaled(rank, world):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    L.seed_everything(5, verbose=False)
+    model, seen = InfAtStep(dropout=0.0), Trajectory()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer("cocod", world, callbacks=[seen], plugins=[plugin]).fit(model, loader())
+    return {"steps": seen.steps, "end": flat(model), "scale": scaler.get_scale(), "path": torch.stack(seen.path)}
+
+
+def test_a_step_that_one_ranks_scaler_skips_counts_on_both():
+    ranks = run_ranks(scaled, 2, init=False)
+    assert_consensus_at_end(ranks)
+    assert ranks[0]["steps"] == ranks[1]["steps"] == list(range(1, 13))
+    assert ranks[0]["scale"] > ranks[1]["scale"]  # rank 1 did skip
+    assert torch.equal(ranks[1]["path"][1], ranks[1]["path"][2])
+
+
+def scaled_warm_up(rank, world):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(Exception, match="warmup_steps and precision='16-mixed' do not go together"):
+        trainer(CoCoDStrategy(warmup_steps=2), world, plugins=[plugin]).fit(Toy(), loader())
+
+
+def test_warm_up_under_a_scaler_is_refused():
+    run_ranks(scaled_warm_up, 2, init=False)
+
+
+class Lbfgs(Toy):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+def lbfgs(rank, world):
+    with pytest.raises(TypeError, match="LBFGS evaluates its closure several times"):
+        trainer("cocod", world).fit(Lbfgs(), loader())
+
+
+def test_lbfgs_is_refused():
+    run_ranks(lbfgs, 2, init=False)
+
+
+class OwnWeights(Toy):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(self.net[0].weight)
+
+
+def different_starts(rank, world):
+    model = OwnWeights(seed=rank)
+    seen = []
+
+    class Start(Callback):
+        def on_train_batch_start(self, trainer, module, *_):
+            if not seen:
+                seen.append(parameters(module))
+
+    trainer("cocod", world, callbacks=[Start()], max_steps=1).fit(model, loader())
+    return seen[0]
+
+
+def test_initial_weights_are_those_of_rank_0():
+    first, second = run_ranks(different_starts, 2, init=False)
+    assert torch.equal(first, second)
+
+
+def twice(rank, world):
+    L.seed_everything(5, verbose=False)
+    model = Toy()
+    t = trainer("cocod", world, max_epochs=1)
+    t.fit(model, loader(), loader(shuffle=False))
+    t.fit_loop.max_epochs = 2
+    t.fit(model, loader(), loader(shuffle=False))
+    validated = t.validate(model, loader(shuffle=False), verbose=False)
+    tested = t.test(model, loader(shuffle=False), verbose=False)
+    return {"end": flat(model), "validated": validated, "tested": tested}
+
+
+def test_fit_again_then_validate_and_test():
+    ranks = run_ranks(twice, 2, init=False)
+    assert_consensus_at_end(ranks)
+    assert ranks[0]["validated"] == ranks[1]["validated"]
+    assert ranks[0]["tested"] == ranks[1]["tested"]
