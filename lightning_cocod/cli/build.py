@@ -8,7 +8,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
@@ -35,12 +35,15 @@ def build(cfg: DictConfig, callbacks: list[L.Callback]) -> Run:
     module = ImageClassifier(
         model, datamodule.num_classes, make(cfg, "optimizer"), make(cfg, "schedule"), cfg.label_smoothing
     )
+    loggers = list(make(cfg, "logger").values())
     callbacks = [*make(cfg, "callbacks").values(), *callbacks]
+    if not loggers:  # it insists on one
+        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     trainer = make(
         cfg,
         "trainer",
         strategy=make(cfg, "strategy"),
-        logger=list(make(cfg, "logger").values()),
+        logger=loggers,
         callbacks=callbacks,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),  # no uninvited default
         enable_model_summary=False,  # `cocod-train` prints a line instead

@@ -1,5 +1,6 @@
 """How far the training is: a bar in a terminal, one line an epoch in a pipe or file."""
 
+import os
 import sys
 import time
 
@@ -10,13 +11,13 @@ from lightning_cocod.workloads import InputError
 
 
 def progress(choice: str) -> list[L.Callback]:
-    """The callback for `choice`: "bar", "lines", "none", or "auto" for a bar if there is a terminal and lines if not.
+    """The callback for `choice`: "bar", "lines", "none", or "auto" for a bar if stdout is a terminal and lines if not.
 
     Raises:
         InputError: `choice` is unknown.
     """
     if choice == "auto":
-        choice = "bar" if sys.stderr.isatty() else "lines"
+        choice = "bar" if sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns else "lines"
     if choice == "bar":
         return [TQDMProgressBar(leave=True)]
     if choice == "lines":

@@ -93,10 +93,11 @@ class ImageClassifier(L.LightningModule):
         images, labels = batch
         logits = self(images)
         smoothing = self.label_smoothing if stage == "train" else 0.0
-        loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+        losses = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
         metrics = self.metrics[f"{stage}_metrics"]
         assert isinstance(metrics, MetricCollection)
-        metrics["loss"].update(loss.detach(), weight=len(labels))
+        metrics["loss"].update(losses.detach())  # sample by sample: the last batch may be smaller
         metrics["acc"].update(logits.detach(), labels)
-        self.log_dict(dict(metrics.items()), on_step=False, on_epoch=True, prog_bar=True)
-        return loss
+        for name, metric in metrics.items():
+            self.log(name, metric, on_step=False, on_epoch=True, prog_bar=name == "val/acc")
+        return losses.mean()

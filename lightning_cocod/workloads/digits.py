@@ -36,6 +36,7 @@ class DigitsDataModule(ImageDataModule):
         super().__init__(batch_size, num_workers)
         self.val_fraction = fraction("data.val_fraction", val_fraction)
         self.test_fraction = fraction("data.test_fraction", test_fraction)
+        fraction("data.val_fraction + data.test_fraction", val_fraction + test_fraction)
         self.shift, self.seed = at_least(0, "data.shift", shift), seed
 
     def load(self) -> Splits:
