@@ -33,8 +33,10 @@ class Agreement:
         self._proposal: tuple[int, str, int] | None = None  # number, what, step: the last one this rank has seen
         self._accepted = False
         self._standing = False
-        self._closed = 0  # number of the last proposal that has been carried out
-        self._ahead = 2
+        self._carried_out = 0  # number of the last proposal that has been carried out
+        self._furthest = 0  # step of the fastest rank, as of the last beat
+        self._pace = 0  # its steps in one beat while nothing was being agreed
+        self._tries = 0
 
     def request(self, what: str) -> None:
         """Ask that ``what`` happens after some later step, the same on all ranks. Asking again changes nothing.
@@ -65,7 +67,7 @@ class Agreement:
                 return None
             assert self._proposal is not None
             number, what, _ = self._proposal
-            self._closed = number
+            self._carried_out = number
             if what in self._wanted:
                 self._wanted.remove(what)
             return what
@@ -80,7 +82,7 @@ class Agreement:
                 "standing": self._standing,
                 "answered": self._proposal[0] if self._proposal else 0,
                 "accepted": self._accepted,
-                "closed": self._closed,
+                "carried_out": self._carried_out,
             }
 
     def receive(self, notes: dict[int, Note]) -> bool:
@@ -94,11 +96,11 @@ class Agreement:
                     self._consider((number, what, step))
                 self._standing = notes[0]["standing"] and self._accepted
             self._changed.notify_all()
-            return bool(self._wanted) or (self._proposal is not None and self._closed < self._proposal[0])
+            return bool(self._wanted) or (self._proposal is not None and self._carried_out < self._proposal[0])
 
     def _pending_at(self, step: int) -> bool:
         return (
-            self._proposal is not None and self._accepted and self._proposal[0] > self._closed and self._proposal[2] == step
+            self._proposal is not None and self._accepted and self._proposal[0] > self._carried_out and self._proposal[2] == step
         )
 
     def _consider(self, proposal: tuple[int, str, int]) -> None:
@@ -108,22 +110,24 @@ class Agreement:
 
     def _lead(self, notes: dict[int, Note]) -> None:
         number = self._proposal[0] if self._proposal else 0
+        before, self._furthest = self._furthest, max(self._step, *(note["step"] for note in notes.values()))
         current = [note for note in notes.values() if note["answered"] == number]
-        if number > self._closed:  # a proposal is out
+        if number > self._carried_out:  # a proposal is out
             if self._standing or len(current) < self.world_size:
                 return
             if self._accepted and all(note["accepted"] for note in current):
                 self._standing = True
             else:
                 assert self._proposal is not None
-                self._ahead *= 4  # somebody had passed it: aim further
-                self._propose(self._proposal[1], notes)
-        elif all(note["closed"] >= number for note in notes.values()):  # the last one has been carried out by all
+                self._tries += 1  # somebody had passed it: aim further
+                self._propose(self._proposal[1])
+        elif all(note["carried_out"] >= number for note in notes.values()):  # the last one has been carried out by all
             wanted = [what for note in notes.values() for what in note["wanted"]]
+            self._tries, self._pace = 0, self._furthest - before
             if wanted:
-                self._propose(wanted[0], notes)
+                self._propose(wanted[0])
 
-    def _propose(self, what: str, notes: dict[int, Note]) -> None:
+    def _propose(self, what: str) -> None:
         number = self._proposal[0] + 1 if self._proposal else 1
-        furthest = max(self._step, *(note["step"] for note in notes.values()))
-        self._consider((number, what, furthest + self._ahead))
+        ahead = 2 * (1 + self._pace) * 2**self._tries  # what the others do before they hear of it
+        self._consider((number, what, self._furthest + ahead))

@@ -197,7 +197,7 @@ class Communicator:
         ended = self._thread.close(timeout=0.0 if self._thread.error is not None else timeout)
         if not ended:
             self._connections.cut()
-            ended = self._thread.close(timeout=1.0)
+            ended = self._thread.close(timeout=_VERDICT + 1.0)
         if self._heartbeat is not None:
             self._heartbeat.close(timeout=2.0)
         self._heartbeat, self._thread = None, None
@@ -302,7 +302,9 @@ class Communicator:
             self.ledger.add_when_known("busy", lambda: self.lane.seconds(begun, arrived))
 
     def _explain(self, error: RuntimeError, subject: Subject) -> CommunicationError:
-        """Whose connection broke: the heartbeat knows within a beat or two."""
+        """Whose connection broke: the heartbeat knows within a beat or two, unless this rank itself has given up."""
+        if self._thread is not None and isinstance(self._thread.error, CommunicationError):
+            return self._thread.error
         if self._loss.wait(_VERDICT) and self._thread is not None and isinstance(self._thread.error, PeerLost):
             return self._thread.error
         reason = (str(error).splitlines() or [""])[0]

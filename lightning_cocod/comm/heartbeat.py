@@ -33,8 +33,8 @@ class Heartbeat:
         timeout: seconds without a new note after which a peer counts as lost. Judged by the peer's counter and the local
             clock only: the clocks of two machines are never compared.
         interval: seconds between beats.
-        compose: returns the fields of this rank's note.
-        receive: gets every rank's latest note after each beat; returns whether to beat again at once.
+        compose: returns this rank's note.
+        receive: gets every rank's latest note after each beat; returns whether the next beat should come soon.
         lost: called once, with the reason, when a peer is lost.
     """
 
@@ -84,39 +84,36 @@ class Heartbeat:
 
     def _publish(self) -> None:
         self._count += 1
-        note = {**self._compose(), "count": self._count, "failure": self._failure, "closed": self._stop.is_set()}
-        self._store.set(self._keys[self.rank], json.dumps(note))
+        beat = {"count": self._count, "failure": self._failure, "closed": self._stop.is_set(), "note": self._compose()}
+        self._store.set(self._keys[self.rank], json.dumps(beat))
 
-    def _read(self) -> dict[int, Note]:
+    def _read(self) -> dict[int, dict[str, Any]]:
         return {rank: json.loads(raw) for rank, raw in enumerate(self._store.multi_get(self._keys))}
 
     def _run(self) -> None:
         seen: dict[int, tuple[int, float]] = {}
-        notes: dict[int, Note] = {}
         while not self._stop.is_set():
             try:
                 self._publish()
-                notes = self._read()
+                beats = self._read()
             except (RuntimeError, ValueError) as error:  # torch's store errors are RuntimeErrors
                 if not self._stop.is_set():
                     self._lost(PeerLost(f"rank 0 is lost: its store does not answer ({_first_line(error)})"))
                 return
             now = time.monotonic()
-            for rank, note in notes.items():
+            for rank, beat in beats.items():
                 if rank == self.rank:
                     continue
-                if note["failure"] is not None:
-                    return self._lost(PeerLost(f"rank {rank} failed: {note['failure']}"))
-                if note["closed"]:
+                if beat["failure"] is not None:
+                    return self._lost(PeerLost(f"rank {rank} failed: {beat['failure']}"))
+                if beat["closed"]:
                     continue
-                if rank not in seen or seen[rank][0] != note["count"]:
-                    seen[rank] = note["count"], now
+                if rank not in seen or seen[rank][0] != beat["count"]:
+                    seen[rank] = beat["count"], now
                 elif now - seen[rank][1] > self.timeout:
                     return self._lost(PeerLost(f"rank {rank} is lost: no heartbeat for {self.timeout:g} s"))
-            if not self._receive(notes):
-                self._wake.wait(self._interval)
-            else:
-                self._wake.wait(self._interval / 10)
+            hurry = self._receive({rank: beat["note"] for rank, beat in beats.items()})
+            self._wake.wait(self._interval / 10 if hurry else self._interval)
             self._wake.clear()
         with contextlib.suppress(RuntimeError):  # rank 0 and its store may be gone: then nobody is left to read it
             self._publish()

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -178,9 +179,13 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._algorithm is not None:
-            self._algorithm.comm.abort(exception)
+        self.abort(exception)
         super().on_exception(exception)
+
+    def abort(self, exception: BaseException) -> None:
+        """Tell the peers why this rank cannot go on. A SIGTERM has been agreed with them: all leave together."""
+        if self._algorithm is not None and not isinstance(exception, SIGTERMException):
+            self._algorithm.comm.abort(exception)
 
     # Steps
 
@@ -221,8 +226,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._quiet is not None and self._quiet.decide is not None:
-            return self._quiet.decide(obj)
+        if self._quiet is not None and (decide := self._quiet.decision()) is not None:
+            return decide(obj)
         return super().broadcast(obj, src)
 
     # Evaluation and checkpoints see the consensus model
@@ -309,7 +314,7 @@ class _First(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._algorithm.comm.abort(exception)
+        self._strategy.abort(exception)
 
 
 class _Last(Callback):

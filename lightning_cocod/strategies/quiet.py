@@ -35,8 +35,7 @@ class QuietLoop:
         self._undo: list[tuple[object, str]] = []
         self._due: str | None = None
         self._stopping = False
-        self.decide: Callable[[bool], bool] | None = None
-        """While a callback decides something on a batch: replaces its broadcast."""
+        self._decide: Callable[[bool], bool] | None = None
 
     def install(self) -> None:
         """Replace methods on the instances of this trainer."""
@@ -54,6 +53,13 @@ class QuietLoop:
         for owner, name in reversed(self._undo):
             delattr(owner, name)  # the class's own method shows again
         self._undo = []
+
+    def decision(self) -> Callable[[bool], bool] | None:
+        """What replaces the next broadcast, if a callback is about to decide something on a batch. Good for one broadcast:
+        those that follow belong to what has been decided, to a checkpoint's saving for example.
+        """
+        decide, self._decide = self._decide, None
+        return decide
 
     def on_batch_start(self) -> None:
         """A stop that was known before the batch was decided by all ranks together, at a validation for example."""
@@ -83,20 +89,22 @@ class QuietLoop:
         self._undo.append((owner, name))
 
     def _replace_decision(self, callback: Timer | ModelCheckpoint, name: str, *, wanted: bool) -> None:
-        """Inside the callback's batch hook, ``strategy.broadcast`` answers with what has been agreed."""
+        """The first ``strategy.broadcast`` in the callback's batch hook answers with what has been agreed."""
         original = callback.on_train_batch_end
 
         def decide(now: bool) -> bool:
+            if self._due == name:
+                return wanted
             if now is wanted:
                 self._agreement.request(name)
-            return wanted if self._due == name else not wanted
+            return not wanted
 
         def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
-            self.decide = decide
+            self._decide = decide
             try:
                 original(*args, **kwargs)
             finally:
-                self.decide = None
+                self._decide = None
 
         self._replace(callback, "on_train_batch_end", on_train_batch_end)
 

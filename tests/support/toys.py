@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_cocod  # noqa: F401  # registers the strategies by name
+
 
 def dataset(n=96, seed=1):
     generator = torch.Generator().manual_seed(seed)
