@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.ranks import run_ranks
 from torchvision.datasets import CIFAR10
 
 from lightning_cocod import workloads
@@ -366,6 +367,23 @@ def test_training_learns_and_logs_epoch_means(tmp_path):
     checkpoint = os.path.join(tmp_path, "last.ckpt")
     trainer.save_checkpoint(checkpoint)
     assert torch.load(checkpoint, weights_only=True)["hyper_parameters"] == {"num_classes": 3, "label_smoothing": 0.0}
+
+
+def untrained(rank: int, world_size: int) -> dict[str, float]:
+    L.seed_everything(0)
+    data = SyntheticDataModule(shape=(1, 8, 8), classes=3, length=8, eval_length=60, batch_size=16)
+    module = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3)), 3, sgd_for)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=world_size, strategy="ddp", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    return trainer.validate(module, data, verbose=False)[0]
+
+
+def test_logged_means_do_not_depend_on_the_number_of_ranks():
+    (alone,) = run_ranks(untrained, 1, init=False)
+    for measured in run_ranks(untrained, 2, init=False):
+        assert measured == pytest.approx(alone, rel=1e-5)
 
 
 def test_a_schedule_in_a_run_without_end_is_refused():

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
+from lightning_cocod.cli.progress import progress
 from lightning_cocod.workloads import ImageClassifier, ImageDataModule, InputError
 from lightning_cocod.workloads.datamodule import at_least, fraction
 
@@ -63,6 +64,7 @@ def check(cfg: DictConfig) -> None:
     """
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise InputError(f"ckpt_path={cfg.ckpt_path} does not exist: name a .ckpt file, e.g. from a job's checkpoints/")
+    progress(cfg.progress)
     at_least(0, "seed", cfg.seed)
     fraction("label_smoothing", cfg.label_smoothing)
     with torch.device("meta"):  # shapes only

@@ -55,6 +55,7 @@ def job(cfg: DictConfig) -> float | None:
     folder = Path(runtime.runtime.output_dir)
     overrides = list(runtime.overrides.task)
     summary: Summary | None
+    code = FAILED
     try:
         if sweep and started_by_launcher():
             raise InputError("a sweep starts the ranks of each job itself: run `cocod-train -m` without torchrun or srun")
@@ -72,7 +73,7 @@ def job(cfg: DictConfig) -> float | None:
         summary, code = {"error": message}, WRONG_INPUT
     except RankError as error:
         _complain(str(error))
-        summary, code = {"error": str(error)}, FAILED
+        summary = {"error": str(error)}
     except SignalException as error:
         _complain(f"stopped by {error.sigval.name}")
         sys.exit(128 + error.sigval)
