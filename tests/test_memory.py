@@ -1,0 +1,168 @@
+"""Memory beyond the parameters: CoCoD one copy of them, Local SGD a few buckets, an evaluation one copy more.
+
+Two fresh processes train an 80 MB model whose gradients are allocated before the measurement and never change. Each case
+runs in a fork of its own, so that none inherits memory that another has freed. What is measured is the largest resident size
+while the case runs (VmHWM, reset just before) over the size before, in units of the parameters.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROWS, COLUMNS, LAYERS = 1000, 1000, 20  # 20 tensors of 4 MB
+BUCKETS = 0.07
+"""Two buckets at work, each a 64th of the parameters, as many again inside Gloo, and the error of VmRSS."""
+
+
+def status(field):
+    """A size of this process in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {field}")
+
+
+def steps(model, optimizer, count):
+    for _ in range(count):
+        optimizer.step()
+
+
+def no_algorithm(model, optimizer):
+    steps(model, optimizer, 5)
+
+
+def cocod(model, optimizer):
+    from lightning_cocod import CoCoD
+
+    with CoCoD(model, optimizer, period=2):
+        steps(model, optimizer, 5)
+
+
+def local_sgd(model, optimizer):
+    from lightning_cocod import LocalSGD
+
+    with LocalSGD(model, optimizer, period=2):
+        steps(model, optimizer, 5)
+
+
+def cocod_in_consensus(model, optimizer):
+    from lightning_cocod import CoCoD
+
+    with CoCoD(model, optimizer, period=2) as algo:
+        steps(model, optimizer, 3)
+        with algo.consensus():
+            pass
+        steps(model, optimizer, 2)
+
+
+def cocod_with_a_second_copy(model, optimizer):
+    from lightning_cocod import CoCoD
+
+    with CoCoD(model, optimizer, period=2):
+        steps(model, optimizer, 3)
+        copy = [p.detach().clone() for p in model.parameters()]
+        steps(model, optimizer, 2)
+    del copy
+
+
+CASES = [no_algorithm, local_sgd, cocod, cocod_in_consensus, cocod_with_a_second_copy]
+
+
+def model_of(layers):
+    import torch
+    from torch import nn
+
+    model = nn.ParameterList([torch.ones(ROWS, COLUMNS) for _ in range(layers)])
+    for p in model:
+        p.grad = torch.ones_like(p)
+    return model, torch.optim.SGD(model.parameters(), 1e-3, foreach=False)
+
+
+def measure(case, number):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + number)
+    dist.init_process_group("gloo")
+    case(*model_of(1))  # what a first use imports and starts
+    gc.collect()
+    model, optimizer = model_of(LAYERS)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    case(model, optimizer)
+    peak = status("VmHWM") - before
+    dist.destroy_process_group()
+    return peak / (4 * ROWS * COLUMNS * LAYERS)
+
+
+def main():
+    """Every case in a fork; prints {case: copies of the parameters}."""
+    import lightning_cocod  # noqa: F401
+
+    found = {}
+    for number, case in enumerate(CASES):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            code = 1
+            try:
+                os.write(write, json.dumps(measure(case, number)).encode())
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            found[case.__name__] = json.loads(pipe.read())
+        os.wait()
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def copies():
+    """{case: copies of the parameters}, the larger of the two ranks."""
+    from support.ranks import free_port, torchrun_env
+
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the system does not reset VmHWM")
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, **torchrun_env(rank, 2, port), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        found = [json.loads(rank.communicate(timeout=100)[0].splitlines()[-1]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return {case: max(f[case] for f in found) for case in found[0]}
+
+
+def test_the_loop_itself_needs_nothing(copies):
+    assert copies["no_algorithm"] < 0.01
+
+
+def test_cocod_needs_one_copy_and_a_few_buckets(copies):
+    assert 0.9 < copies["cocod"] < 1 + BUCKETS
+
+
+def test_an_evaluation_needs_one_copy_more(copies):
+    assert 1.9 < copies["cocod_in_consensus"] < 2 + BUCKETS
+
+
+def test_a_second_copy_would_be_seen(copies):
+    assert copies["cocod_with_a_second_copy"] > 1.9
+
+
+if __name__ == "__main__":
+    main()
