@@ -27,16 +27,23 @@ TINY = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_
 LIMIT = 240  # seconds until a run counts as hung; on two busy cores a sweep of three jobs took 80
 
 
-def environment() -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """This process's variables, without what could make the command think that a launcher started it."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_", "HYDRA_", "WANDB_"))} | {
-        "COLUMNS": "200"
+        "COLUMNS": "200",
+        "TMPDIR": str(folder),
     }
 
 
 def cocod_train(folder: Path, *arguments: str, command=COMMAND) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False
+        [*command, *arguments],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
     )
 
 
@@ -357,7 +364,7 @@ def test_torchrun_starts_the_ranks_and_one_folder_is_made(tmp_path):
 
 def test_sigterm_ends_all_ranks(tmp_path):
     command = [*COMMAND, "trainer.max_epochs=100000", "trainer.limit_train_batches=4", "logger=none", "progress=none"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True) as process:
         try:
             assert "2 rank(s)" in process.stdout.readline()  # training begins
             family = psutil.Process(process.pid).children(recursive=True)

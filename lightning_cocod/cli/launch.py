@@ -6,6 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -31,18 +32,19 @@ def launch(config: Config, ranks: int) -> dict[str, Any]:
         torch.distributed.elastic.multiprocessing.SignalException: this process was told to stop.
     """
     quiet_launcher()
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        start_method="spawn",  # a fork would inherit this process's threads' locks
-    )
     with tempfile.TemporaryDirectory() as failures:
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method="spawn",  # a fork would inherit this process's threads' locks
+            logs_specs=DefaultLogsSpecs(log_dir=failures),  # by default it leaves a folder in /tmp
+        )
         try:
             summaries: dict[int, dict[str, Any]] = elastic_launch(settings, fresh_rank)(config, failures)
         except ChildFailedError as error:
