@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks, run_ranks_raw
+from support.ranks import free_port, run_ranks, run_ranks_raw, torchrun_env
 
 from lightning_cocod.comm import (
     CommunicationError,
@@ -567,3 +567,32 @@ time.sleep(1)
 def test_the_watchdog_does_not_end_a_process_that_has_closed():
     ended = subprocess.run([sys.executable, "-c", LOST_THEN_CLOSED], timeout=60, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+FORGETFUL = """
+import torch, torch.distributed as dist
+from lightning_cocod.comm import Communicator, Subject
+dist.init_process_group("gloo")
+c = Communicator()
+c.start()
+message = c.mean_([torch.ones(3_000_000)], 0.5, Subject("test", "round", 0))
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="the communication thread is torn out of the transport: terminate called, code 134")
+def test_a_process_that_ends_without_close_and_with_a_message_in_flight_ends_well():
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FORGETFUL],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **torchrun_env(rank, 2, port)},
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [p.wait(60) for p in processes] == [0, 0]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
