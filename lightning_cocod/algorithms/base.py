@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_cocod.algorithms.loop import StepHooks
+from lightning_cocod.algorithms.options import positive
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Message, Subject
 from lightning_cocod.comm.ledger import Reading
@@ -326,11 +327,8 @@ class Algorithm:
 
 
 def _normalised(weights: Sequence[float] | None, world_size: int) -> list[float]:
-    if weights is None:
-        return [1.0 / world_size] * world_size
-    if len(weights) != world_size or not all(math.isfinite(w) and w > 0 for w in weights):
-        raise ValueError(f"weights must be {world_size} positive numbers, one for each rank, got {list(weights)}")
-    return [w / math.fsum(weights) for w in weights]
+    given = positive(weights, world_size) or [1.0] * world_size
+    return [w / math.fsum(given) for w in given]
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

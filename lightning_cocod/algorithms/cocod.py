@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.options import flag
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
@@ -68,7 +69,7 @@ class CoCoD(Algorithm):
         **shared: Any,
     ) -> None:
         super().__init__(model, optimizer, when=as_when(period, warmup_steps), weights=weights, **shared)
-        self.overlap = overlap
+        self.overlap = flag("overlap", overlap)
         self.S: Buffer | None = None
         self.A: Message | None = None
         self._staleness = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_cocod.algorithms.options import whole
+
 
 class When:
     """How many local steps a round has, and which steps are synchronous.
@@ -28,7 +30,7 @@ class Every(When):
     """
 
     def __init__(self, k: int) -> None:
-        self.k = _whole("period", k, least=1)
+        self.k = whole("period", k, least=1)
 
     def period(self, step: int) -> int:
         """k."""
@@ -51,8 +53,7 @@ class Schedule(When):
         if 0 not in lengths:
             raise ValueError(f"period as a schedule needs a length from step 0 on, for example {{0: 1, 1000: 8}}: {lengths}")
         self.lengths = {
-            _whole("step of the schedule", step, least=0): _whole("period", k, least=1)
-            for step, k in sorted(lengths.items())
+            whole("step of the schedule", step, least=0): whole("period", k, least=1) for step, k in sorted(lengths.items())
         }
 
     def period(self, step: int) -> int:
@@ -71,7 +72,7 @@ class WarmUp(When):
     """
 
     def __init__(self, steps: int, then: When) -> None:
-        self.steps = _whole("warmup_steps", steps, least=0)
+        self.steps = whole("warmup_steps", steps, least=0)
         self.then = then
 
     def period(self, step: int) -> int:
@@ -114,9 +115,3 @@ class Rounds:
             return False
         self.ends = step + self.when.period(step)
         return True
-
-
-def _whole(name: str, value: object, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value

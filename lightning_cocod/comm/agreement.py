@@ -99,9 +99,10 @@ class Agreement:
             return bool(self._wanted) or (self._proposal is not None and self._carried_out < self._proposal[0])
 
     def _pending_at(self, step: int) -> bool:
-        return (
-            self._proposal is not None and self._accepted and self._proposal[0] > self._carried_out and self._proposal[2] == step
-        )
+        if self._proposal is None or not self._accepted:
+            return False
+        number, _, at = self._proposal
+        return number > self._carried_out and at == step
 
     def _consider(self, proposal: tuple[int, str, int]) -> None:
         self._proposal = proposal

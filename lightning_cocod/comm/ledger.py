@@ -33,9 +33,9 @@ class Totals:
         return Totals(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
     @property
-    def hidden_fraction(self) -> float:
-        """1 - exposed/busy, in [0, 1]; 1 where the link did not work at all: nothing was exposed."""
-        return 1.0 if self.busy <= 0 else min(1.0, max(0.0, 1.0 - self.exposed / self.busy))
+    def hidden_fraction(self) -> float | None:
+        """1 - exposed/busy, in [0, 1]; None where the link did not work at all: there was nothing to hide."""
+        return None if self.busy <= 0 else min(1.0, max(0.0, 1.0 - self.exposed / self.busy))
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,18 @@ class Reading:
     totals: Totals = field(default_factory=Totals)
 
     def since(self, begun: Reading) -> dict[str, float]:
-        """``comm/…`` and ``throughput/…`` of the metric vocabulary over the time since another reading."""
+        """``comm/…`` and ``throughput/…`` of the metric vocabulary over the time since another reading.
+
+        Without ``comm/hidden_fraction`` where nothing was communicated.
+        """
         seconds, steps = self.seconds - begun.seconds, max(1, self.steps - begun.steps)
         spent, total = self.totals - begun.totals, self.totals
+        hidden = spent.hidden_fraction
         return {
+            **({} if hidden is None else {"comm/hidden_fraction": hidden}),
             "comm/exposed_ms": 1e3 * spent.exposed / steps,
             "comm/busy_ms": 1e3 * spent.busy / steps,
             "comm/skew_ms": 1e3 * spent.skew / steps,
-            "comm/hidden_fraction": spent.hidden_fraction,
             "comm/sent_bytes": float(total.sent),
             "comm/received_bytes": float(total.received),
             "comm/compression_ratio": total.raw / total.sent if total.sent else 1.0,

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import CoCoD, When
+from lightning_cocod.algorithms.options import flag, no_codec, positive
 from lightning_cocod.algorithms.when import as_when
 from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
-from lightning_cocod.strategies.options import positive, without_codec
 
 
 class CoCoDStrategy(AlgorithmStrategy):
@@ -54,9 +54,9 @@ class CoCoDStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        without_codec(compression)
+        no_codec(compression)
         self._when = as_when(period, warmup_steps)
-        self._overlap = overlap
+        self._overlap = flag("overlap", overlap)
         self._weights = positive(weights)
 
     @override

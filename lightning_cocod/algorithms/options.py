@@ -1,0 +1,53 @@
+"""Options that algorithms and strategies validate alike: in one line, when they are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def whole(name: str, value: object, *, least: int) -> int:
+    """A whole number.
+
+    Raises:
+        ValueError: anything else, True and 2.0 included, or less than ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def positive(weights: Sequence[float] | None, world_size: int | None = None) -> list[float] | None:
+    """Weights of the ranks, in any scale; None stays None. Their number is checked once the world is known.
+
+    Raises:
+        ValueError: a weight that is not a positive, finite number, or not one for each rank.
+    """
+    if weights is None:
+        return None
+    wrong_number = world_size is not None and len(weights) != world_size
+    if wrong_number or not all(math.isfinite(w) and w > 0 for w in weights):
+        count = "" if world_size is None else f"{world_size} "
+        raise ValueError(f"weights must be {count}positive numbers, one for each rank, got {list(weights)}")
+    return list(weights)
+
+
+def no_codec(compression: str | None) -> None:
+    """Refuse what cannot be honoured yet.
+
+    Raises:
+        ValueError: any codec.
+    """
+    if compression is not None:
+        raise ValueError(f"compression={compression!r}: there is no such codec; leave compression out")

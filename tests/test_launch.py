@@ -1,0 +1,199 @@
+"""Every way to start ranks, and the ways in which starting fails, as a user's script meets them."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import lightning_cocod
+from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
+
+TRAIN = """
+    import os, sys
+    sys.path.insert(0, {tests!r})
+    import torch
+    import lightning as L
+    from support.toys import Toy, flat, loader, trainer
+
+    if __name__ == "__main__":
+        L.seed_everything(1, verbose=False)
+        model = Toy()
+        t = trainer(sys.argv[1], int(sys.argv[2]), max_epochs=1)
+        t.fit(model, loader(), loader(shuffle=False))
+        t.validate(model, loader(shuffle=False), verbose=False)
+        assert t.world_size == 2
+        torch.save(flat(model), f"rank{{t.global_rank}}.pt")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(TRAIN.format(tests=os.path.dirname(__file__))))
+    return path
+
+
+def environment(**variables):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        inherited.pop(name, None)
+    return {**inherited, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in variables.items()}}
+
+
+def start(command, folder, **variables):
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(*processes, limit=90):
+    try:
+        return [(p.communicate(timeout=limit)[0], p.returncode) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def assert_trained(results, folder, ranks=(0, 1)):
+    for output, code in results:
+        assert code == 0, output
+    replicas = [torch.load(folder / f"rank{r}.pt") for r in ranks]
+    assert all(torch.equal(replicas[0], other) for other in replicas)
+
+
+def test_lightnings_own_launcher(script, tmp_path):
+    assert_trained(finish(start([sys.executable, script, "cocod", "2"], tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["spawn", "fork"])
+def test_spawn_and_fork_return_the_consensus_to_the_script(variant, script, tmp_path):
+    """The script's own process is not a rank here: what it saves is what the launcher brought back."""
+    results = finish(start([sys.executable, script, f"cocod_{variant}", "2"], tmp_path))
+    assert_trained(results, tmp_path, ranks=[0])
+
+
+def test_torchrun(script, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "cocod", "2"]
+    assert_trained(finish(start(command, tmp_path)), tmp_path)
+
+
+def test_slurm(script, tmp_path):
+    """Two tasks of one job, as srun starts them."""
+    port = free_port()
+    tasks = [
+        start(
+            [sys.executable, script, "cocod", "2"],
+            tmp_path,
+            SLURM_JOB_ID=1,
+            SLURM_JOB_NAME="train",
+            SLURM_NTASKS=2,
+            SLURM_NTASKS_PER_NODE=2,
+            SLURM_NNODES=1,
+            SLURM_NODELIST="localhost",
+            SLURM_PROCID=rank,
+            SLURM_LOCALID=rank,
+            SLURM_NODEID=0,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]
+    assert_trained(finish(*tasks), tmp_path)
+
+
+UNREACHABLE = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from support.toys import Toy, loader, trainer
+    from lightning_cocod import CoCoDStrategy
+
+    if __name__ == "__main__":
+        trainer(CoCoDStrategy(connect_timeout=1), 1, num_nodes=2).fit(Toy(), loader())
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "address", "message"),
+    [
+        (1, "127.0.0.1", "rank 1 cannot reach the master at 127.0.0.1:"),
+        (1, "no-such-host.invalid", "rank 1 cannot reach the master at no-such-host.invalid:"),
+        (0, "no-such-host.invalid", "the master address no-such-host.invalid is not one of this machine's"),
+    ],
+)
+def test_an_unreachable_master_is_named(node, address, message, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(UNREACHABLE.format(tests=os.path.dirname(__file__))))
+    variables = {"NODE_RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": free_port()}
+    ((output, code),) = finish(start([sys.executable, path], tmp_path, **variables))
+    assert code != 0
+    last = [line for line in output.splitlines() if line.strip()][-1]
+    assert message in last, output
+    assert "MASTER_ADDR" in last
+
+
+def test_names_are_registered_once():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    lightning_cocod.register()  # a second time
+    for name in ("cocod", "local_sgd"):
+        for suffix in ("", "_spawn", "_fork", "_notebook"):
+            assert f"{name}{suffix}" in StrategyRegistry
+    assert StrategyRegistry.get("local_sgd_spawn")._start_method == "spawn"
+
+
+@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"find_unused_parameters": True}, "has no option find_unused_parameters: parameters without a gradient"),
+        ({"static_graph": True}, "has no option static_graph"),
+        ({"ddp_comm_hook": print}, "has no option ddp_comm_hook"),
+        ({"gradient_as_bucket_view": True}, "has no option gradient_as_bucket_view"),
+        ({"model_averaging_period": 4}, "that is what period= is for"),
+        ({"perod": 4}, "has no option perod"),
+    ],
+)
+def test_options_of_ddp_are_refused_with_a_reason(strategy, options, message):
+    with pytest.raises(TypeError, match=message):
+        strategy(**options)
+
+
+@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": 0},
+        {"period": -1},
+        {"period": 2.5},
+        {"period": True},
+        {"period": {10: 4}},
+        {"warmup_steps": -1},
+        {"weights": [1.0, 0.0]},
+        {"weights": [1.0, float("nan")]},
+        {"timeout": 0},
+        {"process_group_timeout": -1.0},
+        {"connect_timeout": 0},
+        {"compression": "int8"},
+    ],
+)
+def test_options_out_of_range_are_refused_in_one_line(strategy, options):
+    with pytest.raises(ValueError, match=next(iter(options))) as error:
+        strategy(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_options_of_lightning_pass_through():
+    strategy = CoCoDStrategy(process_group_backend="gloo", start_method="spawn", process_group_timeout=7)
+    assert strategy.process_group_backend == "gloo"
+    assert strategy._start_method == "spawn"
+    assert strategy._timeout.total_seconds() == 7
