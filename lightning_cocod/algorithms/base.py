@@ -91,7 +91,8 @@ class Algorithm:
             _device_of(self.x), timeout=timeout, process_group_timeout=process_group_timeout
         )
         self.weights = _normalised(weights, self.comm.world_size)
-        self._next_weights = self.weights
+        """w of the message in flight, and so of the next merge."""
+        self._round_weights = self._next_weights = self.weights
         self._hooks: StepHooks | None = None
         self._in_consensus = False
         self._started = False
@@ -136,6 +137,11 @@ class Algorithm:
         """
         if update is not None:
             return update()
+        if scaler is not None and scaler.is_enabled() and self.when.synchronous(self.t):
+            raise ValueError(
+                "synchronous warm-up steps and a gradient scaler do not go together: each rank's scaler decides on its own "
+                "whether to skip a step; use bfloat16 or warmup_steps=0"
+            )
         with self._hooks.paused() if self._hooks else nullcontext():
             for opt in self.optimizers:
                 if scaler is not None:
@@ -191,7 +197,8 @@ class Algorithm:
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to continue, beside model and optimizer. Waits for a message in flight, folds nothing."""
-        return {"t": self.t, "round_ends": self.rounds.ends, "weights": list(self.weights)}
+        weights = [list(w) for w in (self.weights, self._round_weights, self._next_weights)]
+        return {"t": self.t, "round_ends": self.rounds.ends, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. Call after ``start`` and before the next step, on every rank.
@@ -199,13 +206,13 @@ class Algorithm:
         Raises:
             ValueError: the state of another number of workers.
         """
-        if len(state["weights"]) != self.comm.world_size:
+        if len(state["weights"][0]) != self.comm.world_size:
             raise ValueError(
-                f"this state is one of {len(state['weights'])} workers, there are {self.comm.world_size}; "
+                f"this state is one of {len(state['weights'][0])} workers, there are {self.comm.world_size}; "
                 "continue from the consensus model instead"
             )
         self.t, self.rounds.ends = state["t"], state["round_ends"]
-        self.weights = self._next_weights = list(state["weights"])
+        self.weights, self._round_weights, self._next_weights = (list(w) for w in state["weights"])
 
     def reading(self) -> Reading:
         """The counters now; hand it to ``metrics`` later to look at the time in between."""
@@ -231,12 +238,20 @@ class Algorithm:
         }
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """New weights of the workers, the same on every rank; they take effect at the next merge.
+        """New weights of the workers, the same on every rank. They are those of the rounds that begin with the next merge.
+
+        Call it when the batch sizes of those rounds are known. The report of the round under way is still weighted by the
+        weights that the round began with.
 
         Raises:
             ValueError: not one positive number for each worker.
         """
         self._next_weights = _normalised(weights, self.comm.world_size)
+
+    def begin_round(self) -> None:
+        """A round has ended and another begins: what is sent now reports the one that ended, with its weights."""
+        self.x = self._parameters()
+        self.weights, self._round_weights = self._round_weights, self._next_weights
 
     # For the algorithms
 
@@ -290,7 +305,8 @@ class Algorithm:
         for p in missing:
             p.grad = torch.zeros_like(p)
         grads = [p.grad for p in params if p.grad is not None]
-        self.comm.mean_([*grads, present], self.w, self.subject("gradients")).wait()
+        w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
+        self.comm.mean_([*grads, present], w, self.subject("gradients")).wait()
         for p, anywhere in zip(params, present.tolist(), strict=True) if missing else ():
             if not anywhere:  # no worker used it: the optimizer must skip it, as it would for one worker
                 p.grad = None
@@ -298,7 +314,12 @@ class Algorithm:
     # A plain loop
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException as error:
+            self.comm.abort(error)
+            self.close()
+            raise
         self._hooks = StepHooks(self.optimizers, self.after_step, self._why_explicit())
         return self
 

@@ -108,7 +108,7 @@ class CoCoD(Algorithm):
     @torch.no_grad()
     def _launch(self) -> None:
         """S ← x ; A ← async Σ_j w_j S_j."""
-        self.x, self.weights = self._parameters(), self._next_weights
+        self.begin_round()
         layout = self.comm.layout(self.x)
         if self.S is None or self.S.layout is not layout:
             self.S = layout.buffer()

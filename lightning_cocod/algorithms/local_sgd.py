@@ -62,7 +62,9 @@ class LocalSGD(Algorithm):
 
     def _at_boundary(self) -> None:
         first = self.rounds.ends is None  # all workers still have the same weights
-        if self.comm.world_size > 1 and self.rounds.begins(self.t) and not first:
-            self.x, self.weights = self._parameters(), self._next_weights
+        if self.comm.world_size == 1 or not self.rounds.begins(self.t):
+            return
+        self.begin_round()
+        if not first:
             self._merged = self.comm.mean_([p.detach() for p in self.x], self.w, self.subject("round"), measured=True)
             self._merged.wait()

@@ -52,9 +52,8 @@ class Schedule(When):
     def __init__(self, lengths: Mapping[int, int]) -> None:
         if 0 not in lengths:
             raise ValueError(f"period as a schedule needs a length from step 0 on, for example {{0: 1, 1000: 8}}: {lengths}")
-        self.lengths = {
-            whole("step of the schedule", step, least=0): whole("period", k, least=1) for step, k in sorted(lengths.items())
-        }
+        checked = {whole("a step of the period", step, least=0): whole("period", k, least=1) for step, k in lengths.items()}
+        self.lengths = dict(sorted(checked.items()))
 
     def period(self, step: int) -> int:
         """The length for the last listed step that is not after this one."""

@@ -28,13 +28,13 @@ class Agreement:
         self.rank, self.world_size = rank, world_size
         self._check = check
         self._changed = threading.Condition()
-        self._step = 0
+        self._step = -1  # not known before the first step: a resumed run begins anywhere
         self._wanted: list[str] = []
         self._proposal: tuple[int, str, int] | None = None  # number, what, step: the last one this rank has seen
         self._accepted = False
         self._standing = False
         self._carried_out = 0  # number of the last proposal that has been carried out
-        self._furthest = 0  # step of the fastest rank, as of the last beat
+        self._furthest = -1  # step of the fastest rank, as of the last beat
         self._pace = 0  # its steps in one beat while nothing was being agreed
         self._tries = 0
 
@@ -90,7 +90,7 @@ class Agreement:
         with self._changed:
             if self.rank == 0:
                 self._lead(notes)
-            elif notes[0]["proposal"] is not None:
+            elif 0 in notes and notes[0]["proposal"] is not None:
                 number, what, step = notes[0]["proposal"]
                 if self._proposal is None or self._proposal[0] != number:
                     self._consider((number, what, step))
@@ -110,6 +110,8 @@ class Agreement:
         self._standing = False
 
     def _lead(self, notes: dict[int, Note]) -> None:
+        if len(notes) < self.world_size or self._step < 0 or any(note["step"] < 0 for note in notes.values()):
+            return
         number = self._proposal[0] if self._proposal else 0
         before, self._furthest = self._furthest, max(self._step, *(note["step"] for note in notes.values()))
         current = [note for note in notes.values() if note["answered"] == number]
@@ -124,7 +126,7 @@ class Agreement:
                 self._propose(self._proposal[1])
         elif all(note["carried_out"] >= number for note in notes.values()):  # the last one has been carried out by all
             wanted = [what for note in notes.values() for what in note["wanted"]]
-            self._tries, self._pace = 0, self._furthest - before
+            self._tries, self._pace = 0, self._furthest - before if before >= 0 else 0
             if wanted:
                 self._propose(wanted[0])
 

@@ -28,6 +28,12 @@ class _Piece:
     offset: int
 
 
+def _form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shape, and strides where they decide the order in memory: not those of dimensions of one element."""
+    strides = tuple(0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return tuple(tensor.shape), strides if _is_dense(tensor) else None
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's memory has neither gaps nor overlaps, whatever the order of its dimensions."""
     expected = 1
@@ -50,28 +56,27 @@ class Layout:
 
     Args:
         tensors: what travels. Dense tensors are cut anywhere; a tensor with gaps in its memory stays in one piece.
-        cap: the most bytes of a bucket. By default a 64th of the whole, between 64 KiB and 4 MiB, so that the buffers
-            in flight stay below 4 % of the parameters.
+        cap: the most bytes of a bucket. By default a hundredth of the whole, between 64 KiB and 4 MiB, so that our
+            buffers in flight and the transport's stay below 4 % of the parameters.
     """
 
     def __init__(self, tensors: Sequence[Tensor], cap: int | None = None) -> None:
         total = sum(t.numel() * t.element_size() for t in tensors)
-        cap = cap or min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, total // 64))
+        cap = cap or min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, total // 100))
         self.nbytes = total
-        self._shapes = [tuple(t.shape) for t in tensors]
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sizes: list[int] = []
         self._pieces: list[list[_Piece]] = []
         digest = hashlib.sha256(str(cap).encode())
-        for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
+        self._forms = [_form(t) for t in tensors]
+        for kind in dict.fromkeys((t.dtype, t.device) for t in tensors if t.numel() > 0):
             room = max(1, cap // torch.empty((), dtype=kind[0]).element_size())
             self._open(kind)
             for index, tensor in enumerate(tensors):
                 if (tensor.dtype, tensor.device) != kind:
                     continue
                 dense = _is_dense(tensor)
-                stride = tensor.stride() if dense else None
-                digest.update(repr((index, tuple(tensor.shape), stride, str(tensor.dtype))).encode())
+                digest.update(repr((index, self._forms[index], str(tensor.dtype))).encode())
                 start, size = 0, tensor.numel()
                 while start < size:
                     if self._sizes[-1] >= room:
@@ -95,6 +100,8 @@ class Layout:
         """Views of the tensors' memory, one list a bucket. Kept for as long as the tensors stay where they are."""
         key = tuple(t.data_ptr() for t in tensors)
         if self._cache[0] != key:
+            if [_form(t) for t in tensors] != self._forms:
+                raise ValueError("the memory order of a tensor has changed since its layout was made; convert models before")
             flat = [_in_memory_order(t) if _is_dense(t) else t.detach() for t in tensors]
             views = [
                 [flat[p.index][p.start : p.stop] if flat[p.index].dim() == 1 else flat[p.index] for p in bucket]

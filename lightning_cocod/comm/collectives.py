@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
+from lightning_cocod.comm.errors import transport
 
 IN_FLIGHT = 2
 """Buckets at work: one in the transport while the other is filled or emptied."""
@@ -43,6 +44,9 @@ class Collective(Protocol):
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
+
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Bytes that this worker sends and receives."""
 
     def distance(self) -> Tensor | None:
         """Norm of the difference between the result and what this worker put in, if that is measured."""
@@ -95,9 +99,13 @@ class Mean(_InPlace):
         """Copy the pieces out, having looked at how far they move."""
         if self._distances is not None:
             pieces = self._pieces[bucket]
-            moved = torch._foreach_sub(self.layout.cut(bucket, scratch, pieces), pieces)
-            self._distances.append(_norm(list(moved)))
+            torch._foreach_sub_(pieces, self.layout.cut(bucket, scratch, pieces))  # in place: no new memory every round
+            self._distances.append(_norm(pieces))
         super().drain(bucket, scratch)
+
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Those of a ring all-reduce."""
+        return _ring(self.layout.nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
@@ -109,9 +117,15 @@ class Broadcast(_InPlace):
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Rank 0 sends, the others receive."""
-        work = dist.broadcast(scratch, group_src=0, group=group, async_op=True)
+        as_bytes = scratch.view(torch.uint8)  # the transport does not know every dtype
+        work = dist.broadcast(as_bytes, group_src=0, group=group, async_op=True)
         assert work is not None
         return work
+
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Rank 0 sends a copy to everybody."""
+        nbytes = self.layout.nbytes
+        return ((world_size - 1) * nbytes, 0) if rank == 0 else (0, nbytes)
 
 
 class Correction:
@@ -138,9 +152,18 @@ class Correction:
         """S_i ← mean - S_i."""
         torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
 
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Those of a ring all-reduce."""
+        return _ring(self.layout.nbytes, world_size)
+
     def distance(self) -> Tensor | None:
         """‖S‖, now that S is the correction."""
         return norm(self)
+
+
+def _ring(nbytes: int, world_size: int) -> tuple[int, int]:
+    moved = 2 * nbytes * (world_size - 1) // world_size
+    return moved, moved
 
 
 def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -152,6 +175,13 @@ def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
 def norm(collective: Collective) -> Tensor:
     """Euclidean norm of what the collective's tensors hold now: a number on their device, NaN or infinite if they are."""
     return _together([_norm(c) for c in map(collective.contents, range(len(collective.layout))) if c])
+
+
+def is_finite(collective: Collective, size: Tensor) -> bool:
+    """Whether what the collective's tensors hold is finite, given its norm, which alone may overflow."""
+    if bool(torch.isfinite(size)):
+        return True
+    return all(bool(t.isfinite().all()) for b in range(len(collective.layout)) for t in collective.contents(b))
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
@@ -174,7 +204,8 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch) -> N
 
     def finish_oldest() -> None:
         bucket, memory, work = at_work.popleft()
-        work.wait()
+        with transport():
+            work.wait()
         collective.drain(bucket, memory)
 
     for bucket in range(len(collective.layout)):
@@ -182,6 +213,7 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch) -> N
             finish_oldest()
         memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT])
         collective.fill(bucket, memory)
-        at_work.append((bucket, memory, collective.launch(memory, group)))
+        with transport():
+            at_work.append((bucket, memory, collective.launch(memory, group)))
     while at_work:
         finish_oldest()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_cocod.comm import collectives
 from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
-from lightning_cocod.comm.errors import CommunicationError, PeerLost
+from lightning_cocod.comm.errors import CommunicationError, PeerLost, TransportError, first_line, transport
 from lightning_cocod.comm.header import NONFINITE, Header, exchange, size_of
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
@@ -28,7 +29,7 @@ from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle
 from lightning_cocod.comm.watchdog import Watchdog
 
-_VERDICT = 2.0  # seconds that a broken connection waits for the heartbeat to say whose it was
+_VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Subject:
 class _Report:
     """What the communication thread learns about a message: marks of its lane, and the numbers it computed."""
 
+    listening: float = float("inf")  # host time at which this rank's header went out
     announced: float = float("inf")  # host time at which the last header had come
     arrived: Any = None
     numbers: Tensor | None = None
@@ -83,7 +85,8 @@ class Message:
         if not (counted and self._counted):
             return
         after = lane.mark()
-        late = max(0.0, min(self._report.announced, time.perf_counter()) - asked)  # before the last header: a peer's fault
+        # Between this rank's header and the last one it is a slower peer that is waited for, not the link.
+        late = max(0.0, min(self._report.announced, time.perf_counter()) - max(asked, self._report.listening))
         ledger = self._owner.ledger
 
         def stalled() -> float | None:
@@ -143,6 +146,7 @@ class Communicator:
             )
         self.lane: Lane = lane_for(self.device)
         self.agreement = Agreement(self.rank, self.world_size, check=self.check)
+        self.grace = grace
         self._watchdog = Watchdog(self.rank, grace)
         self._layouts: dict[tuple[Any, ...], Layout] = {}
         self._scratch = collectives.new_scratch()
@@ -158,43 +162,47 @@ class Communicator:
     # Lifecycle
 
     def start(self) -> None:
-        """Make the groups, the thread and the heartbeat. Collective: every rank calls it at the same place."""
+        """Make the heartbeat, the groups and the thread. Collective: every rank calls it at the same place."""
         if self.world_size == 1 or self._thread is not None:
             return
-        self._closing = False
-        patience = timedelta(seconds=self.process_group_timeout)
-        with self._connections.being_made():
-            self._groups = [_new_group("gloo", patience)]
-            dist.barrier(self._groups[0])
-        if self.device.type == "cuda" and "nccl" in dist.get_backend():
-            self._groups.append(_new_group("nccl", patience))
-        self._heartbeat = Heartbeat(
-            _get_default_store(),
-            self.rank,
-            self.world_size,
-            f"lightning_cocod/{self._groups[0].group_name}",  # the same on all ranks, new for every group
-            timeout=self.timeout,
-            compose=self._note,
-            receive=self._receive,
-            lost=self._lost,
-        )
-        dist.barrier(self._groups[0])
-        self._heartbeat.start()
+        self._closing, self._loss, self._watchdog = False, threading.Event(), Watchdog(self.rank, self.grace)
         self._thread = CommunicationThread(f"communication of rank {self.rank}")
+        atexit.register(self._at_exit)
+        try:
+            self._heartbeat = Heartbeat(
+                _get_default_store(),
+                self.rank,
+                self.world_size,
+                timeout=self.timeout,
+                compose=self._note,
+                receive=self._receive,
+                lost=self._lost,
+            )
+            patience = timedelta(seconds=self.process_group_timeout)
+            with self._connections.being_made():
+                self._groups = [_new_group("gloo", patience)]
+                dist.barrier(self._groups[0])  # connects everybody now: nobody waits for a dead peer's first message
+            if self.device.type == "cuda" and "nccl" in dist.get_backend():
+                self._groups.append(_new_group("nccl", patience))
+        except RuntimeError as error:
+            self.abort(error)
+            self.close()
+            raise
 
-    def close(self, timeout: float = 30.0) -> None:
+    def close(self) -> None:
         """Leave together: wait for the queued messages and for the peers, then end thread, heartbeat and groups.
 
-        Idempotent. Bounded by about ``timeout`` seconds; after a failure it waits for nobody.
+        Idempotent. A peer that lives is waited for, up to ``process_group_timeout``; after a failure nobody is.
+
+        Raises:
+            PeerLost: a peer was lost and this rank has not been told so before.
         """
         if self._thread is None:
             return
+        atexit.unregister(self._at_exit)
+        lost = self._farewell(self._thread)
         self._closing = True
-        if self._thread.error is None:
-            farewell = self._thread.submit(lambda: dist.barrier(self._groups[0]))
-            if not farewell.join(timeout) and self._heartbeat is not None:
-                self._heartbeat.failed("a peer did not come to the end of the run")
-        ended = self._thread.close(timeout=0.0 if self._thread.error is not None else timeout)
+        ended = self._thread.close(timeout=0.0 if lost else _VERDICT)
         if not ended:
             self._connections.cut()
             ended = self._thread.close(timeout=_VERDICT + 1.0)
@@ -205,16 +213,20 @@ class Communicator:
             for group in reversed(self._groups):
                 dist.destroy_process_group(group)
         self._groups = []
+        known = self._watchdog.was_noticed
+        self._watchdog.over()
+        if lost is not None and not known:
+            raise lost
 
     def abort(self, reason: BaseException) -> None:
-        """This rank cannot go on. The peers are told why; nothing is waited for. ``close`` may follow."""
+        """This rank cannot go on. The peers are told why; nothing is waited for. ``close`` follows."""
         if self._thread is None:
             return
         self._watchdog.noticed()
         if self._heartbeat is not None and not self._loss.is_set():
-            text = (str(reason).splitlines() or [""])[0]
-            self._heartbeat.failed(f"{type(reason).__name__}: {text}")
-        self._thread.fail(CommunicationError(f"communication ended by {type(reason).__name__}: {reason}"))
+            self._heartbeat.failed(f"{type(reason).__name__}: {first_line(reason)}")
+        self._thread.fail(CommunicationError(f"communication ended by {type(reason).__name__}: {first_line(reason)}"))
+        self._loss.set()
         self._connections.cut()
 
     def check(self) -> None:
@@ -227,9 +239,28 @@ class Communicator:
         """Wait for a handle; a failure counts as noticed by the training thread."""
         try:
             handle.wait()
-        except CommunicationError:
+        except BaseException:
             self._watchdog.noticed()
             raise
+
+    def _farewell(self, thread: CommunicationThread) -> BaseException | None:
+        """Wait until all ranks are here. Returns the failure that stands against it."""
+
+        def all_here() -> None:
+            with transport():
+                dist.barrier(self._groups[0])
+            self._closing = True  # from here on a peer may be gone
+
+        try:
+            self._send(thread, all_here, "the end of the run").wait()
+        except Exception as error:  # raised by close() once everything is put away
+            return error
+        return None
+
+    def _at_exit(self) -> None:
+        """The interpreter must not tear a thread out of the transport: the process would abort."""
+        self.abort(RuntimeError("the process ended without close()"))
+        self.close()
 
     # Collectives
 
@@ -250,7 +281,7 @@ class Communicator:
 
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of these tensors; made once for equal shapes."""
-        key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)  # a superset of what the layout depends on
         if key not in self._layouts:
             self._layouts[key] = Layout(tensors)
         return self._layouts[key]
@@ -268,48 +299,57 @@ class Communicator:
         report, departed = _Report(), self.lane.mark()
 
         def work() -> None:
-            try:
-                with self.lane.working():
-                    self.lane.follow(departed)
-                    self._carry_out(subject, collective, report, checked)
-            except CommunicationError:
-                raise
-            except RuntimeError as error:  # what the transport raises
-                raise self._explain(error, subject) from None
+            with self.lane.working():
+                self.lane.follow(departed)
+                self._carry_out(subject, collective, report, checked)
 
-        return Message(self._thread.submit(work), report, self, subject)
+        return Message(self._send(self._thread, work, f"{subject.kind} at step {subject.step}"), report, self, subject)
+
+    def _send(self, thread: CommunicationThread, work: Callable[[], None], what: str) -> Handle[None]:
+        """Submit a job in which a broken connection becomes the name of the peer that broke it."""
+
+        def explained() -> None:
+            try:
+                work()
+            except TransportError as error:
+                raise self._explain(error, what) from None
+
+        return thread.submit(explained)
 
     def _carry_out(self, subject: Subject, collective: Collective, report: _Report, checked: bool) -> None:
         layout = collective.layout
         size = collectives.norm(collective) if checked else None
-        flags = NONFINITE if size is not None and not bool(torch.isfinite(size)) else 0
+        flags = 0 if size is None or collectives.is_finite(collective, size) else NONFINITE
         header = Header(
             subject.algorithm, subject.kind, subject.step, layout.fingerprint, layout.nbytes, flags, self.samples
         )
+        report.listening = time.perf_counter()
         headers = exchange(header, self._groups[0])
         self._samples_heard = [h.samples for h in headers]
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         collectives.run(collective, self._groups[-1], self._scratch)
         arrived = self.lane.mark()
+        numbers = None
         if size is not None and (distance := collective.distance()) is not None:
             both = torch.stack([size, distance])
-            report.numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
+            numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
         report.arrived = self.lane.mark()
-        moved = size_of(self.world_size) + _ring_bytes(layout.nbytes, self.world_size)
-        self.ledger.add(sent=moved, received=moved, raw=moved, messages=1)
+        report.numbers = numbers
+        announced = size_of(self.world_size)
+        sent, received = (announced + moved for moved in collective.traffic(self.rank, self.world_size))
+        self.ledger.add(sent=sent, received=received, raw=sent, messages=1)
         if subject.counted:
             self.ledger.add_when_known("busy", lambda: self.lane.seconds(begun, arrived))
 
-    def _explain(self, error: RuntimeError, subject: Subject) -> CommunicationError:
-        """Whose connection broke: the heartbeat knows within a beat or two, unless this rank itself has given up."""
-        if self._thread is not None and isinstance(self._thread.error, CommunicationError):
+    def _explain(self, error: TransportError, what: str) -> CommunicationError:
+        """Whose connection broke: the heartbeat knows within a few beats, unless this rank itself has given up."""
+        if self._heartbeat is not None:
+            self._heartbeat.suspect()
+        if self._loss.wait(_VERDICT) and self._thread is not None and isinstance(self._thread.error, CommunicationError):
             return self._thread.error
-        if self._loss.wait(_VERDICT) and self._thread is not None and isinstance(self._thread.error, PeerLost):
-            return self._thread.error
-        reason = (str(error).splitlines() or [""])[0]
-        lost = PeerLost(f"the connection to a peer broke during {subject.kind} at step {subject.step}: {reason}")
-        if self._heartbeat is not None and not self._closing:
+        lost = PeerLost(f"the connection to a peer broke during {what} although all of them live ({error})")
+        if self._heartbeat is not None:
             self._heartbeat.failed(str(lost))
             self._watchdog.alarm(lost)
         return lost
@@ -336,8 +376,3 @@ def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:
     group = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)  # all ranks are members
     return group
-
-
-def _ring_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes that one worker sends, and receives, in a ring all-reduce of ``nbytes``."""
-    return 2 * nbytes * (world_size - 1) // world_size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class CommunicationError(RuntimeError):
     """Anything that ends communication between the workers for good."""
@@ -17,3 +20,21 @@ class MessageMismatch(CommunicationError):
 
 class NonFiniteMessage(CommunicationError):
     """A worker's message holds NaN or infinity. It was not sent, so no other worker's weights were touched."""
+
+
+class TransportError(RuntimeError):
+    """What the transport raised: internal, until it is known whose connection broke."""
+
+
+@contextmanager
+def transport() -> Iterator[None]:
+    """Marks calls into the transport, so that no other error is taken for a broken connection."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's distributed errors are RuntimeErrors
+        raise TransportError(first_line(error)) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

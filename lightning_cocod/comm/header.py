@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage
+from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage, transport
 
-_FORMAT = struct.Struct("<24s24sqqqqq")
+_NAME = 24
+_FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqq")
 NONFINITE = 1
 """Flag of a worker whose message holds NaN or infinity."""
 
@@ -38,10 +39,16 @@ class Header:
     flags: int = 0
     samples: int = 0
 
+    def __post_init__(self) -> None:
+        for name in (self.algorithm, self.kind):
+            if len(name.encode()) > _NAME:
+                raise ValueError(f"{name!r} is too long for a header: at most {_NAME} bytes")
+
     def pack(self) -> Tensor:
         """The header as bytes."""
-        names = self.algorithm.encode()[:24], self.kind.encode()[:24]
-        packed = _FORMAT.pack(*names, self.step, self.layout, self.nbytes, self.flags, self.samples)
+        packed = _FORMAT.pack(
+            self.algorithm.encode(), self.kind.encode(), self.step, self.layout, self.nbytes, self.flags, self.samples
+        )
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @classmethod
@@ -75,7 +82,8 @@ def exchange(mine: Header, group: dist.ProcessGroup) -> list[Header]:
     """
     rank, world_size = group.rank(), group.size()
     everyone = [torch.empty(_FORMAT.size, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(everyone, mine.pack(), group=group)
+    with transport():
+        dist.all_gather(everyone, mine.pack(), group=group)
     headers = [Header.unpack(packed.numpy().tobytes()) for packed in everyone]
     for other, header in enumerate(headers):
         if header._agreed != mine._agreed:

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_cocod.comm.errors import PeerLost
+from lightning_cocod.comm.errors import PeerLost, first_line
 
 Note = dict[str, Any]
+_SILENT_BEATS = 4  # a peer that misses as many, once some connection has broken, is the one that is gone
 
 
 class Heartbeat:
@@ -29,9 +30,8 @@ class Heartbeat:
         store: the store of the process group; a clone of its connection is used, so nobody else's wait blocks a beat.
         rank: this rank.
         world_size: number of ranks.
-        prefix: of the keys in the store; the same on all ranks, new for every group.
         timeout: seconds without a new note after which a peer counts as lost. Judged by the peer's counter and the local
-            clock only: the clocks of two machines are never compared.
+            clock only: the clocks of two machines are never compared. A peer that has not appeared yet is not judged.
         interval: seconds between beats.
         compose: returns this rank's note.
         receive: gets every rank's latest note after each beat; returns whether the next beat should come soon.
@@ -43,7 +43,6 @@ class Heartbeat:
         store: Store,
         rank: int,
         world_size: int,
-        prefix: str,
         *,
         timeout: float,
         interval: float = 0.5,
@@ -51,36 +50,45 @@ class Heartbeat:
         receive: Callable[[dict[int, Note]], bool],
         lost: Callable[[PeerLost], None],
     ) -> None:
-        self.rank, self.timeout = rank, timeout
-        self._keys = [f"{prefix}/{r}" for r in range(world_size)]
-        self._interval, self._compose, self._receive, self._lost = interval, compose, receive, lost
+        self.rank, self.timeout, self.interval = rank, timeout, interval
+        self._compose, self._receive, self._lost = compose, receive, lost
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=timeout))
+        # A key of its own for every start on this store, the same on all ranks: each counts its own starts.
+        life = self._store.add(f"lightning_cocod/starts of rank {rank}", 1)
+        self._keys = [f"lightning_cocod/life {life}/rank {r}" for r in range(world_size)]
+        self._absent = set(self._keys)
         self._failure: str | None = None
         self._count = 0
+        self._answered = time.monotonic()
         self._wake, self._stop = threading.Event(), threading.Event()
+        self._told = threading.Lock()
         self._publish()
-        self._thread = threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True),
+            threading.Thread(target=self._guard, name=f"heartbeat guard of rank {rank}", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def start(self) -> None:
-        """Begin to watch. Every rank must have been constructed: a barrier belongs between the two."""
-        self._thread.start()
-
-    def soon(self) -> None:
-        """Beat now rather than at the next interval."""
+    def suspect(self) -> None:
+        """A connection has broken, so somebody is gone: from now on a few missed beats tell who."""
+        self.timeout = min(self.timeout, _SILENT_BEATS * self.interval)
         self._wake.set()
 
     def failed(self, reason: str) -> None:
         """Tell the peers that this rank cannot go on. They fail within a beat instead of waiting for a time-out."""
-        self._failure = reason
-        self.soon()
+        self._failure = self._failure or reason
+        self._wake.set()
 
     def close(self, timeout: float) -> None:
         """Publish a last time and end. Idempotent and bounded: a store that does not answer is left to the daemon."""
         self._stop.set()
         self._wake.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _publish(self) -> None:
         self._count += 1
@@ -88,36 +96,65 @@ class Heartbeat:
         self._store.set(self._keys[self.rank], json.dumps(beat))
 
     def _read(self) -> dict[int, dict[str, Any]]:
-        return {rank: json.loads(raw) for rank, raw in enumerate(self._store.multi_get(self._keys))}
+        self._absent = {key for key in self._absent if not self._store.check([key])}  # reading a missing key would block
+        present = [(rank, key) for rank, key in enumerate(self._keys) if key not in self._absent]
+        answers = self._store.multi_get([key for _, key in present])
+        return {rank: json.loads(raw) for (rank, _), raw in zip(present, answers, strict=True)}
 
     def _run(self) -> None:
+        try:
+            self._beat()
+        except Exception as error:  # this rank would be deaf and mute from here on: that must not pass in silence
+            self._failure = self._failure or f"{type(error).__name__}: {first_line(error)}"
+            self._tell(PeerLost(f"the heartbeat of rank {self.rank} ended: {self._failure}"))
+        with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody is left to read it
+            self._publish()
+
+    def _beat(self) -> None:
         seen: dict[int, tuple[int, float]] = {}
+        last = time.monotonic()
         while not self._stop.is_set():
+            now = time.monotonic()
+            # Time in which this process itself was suspended is no silence of the others'.
+            paused = max(0.0, now - last - _SILENT_BEATS * self.interval)
+            seen = {rank: (count, at + paused) for rank, (count, at) in seen.items()}
+            last = now
             try:
                 self._publish()
                 beats = self._read()
-            except (RuntimeError, ValueError) as error:  # torch's store errors are RuntimeErrors
-                if not self._stop.is_set():
-                    self._lost(PeerLost(f"rank 0 is lost: its store does not answer ({_first_line(error)})"))
-                return
-            now = time.monotonic()
+            except RuntimeError as error:  # what torch's store raises
+                return self._tell(PeerLost(f"{_STORE_LOST} ({first_line(error)})"))
+            self._answered = time.monotonic()
             for rank, beat in beats.items():
                 if rank == self.rank:
                     continue
                 if beat["failure"] is not None:
-                    return self._lost(PeerLost(f"rank {rank} failed: {beat['failure']}"))
+                    return self._tell(PeerLost(f"rank {rank} failed: {beat['failure']}"))
                 if beat["closed"]:
                     continue
                 if rank not in seen or seen[rank][0] != beat["count"]:
                     seen[rank] = beat["count"], now
                 elif now - seen[rank][1] > self.timeout:
-                    return self._lost(PeerLost(f"rank {rank} is lost: no heartbeat for {self.timeout:g} s"))
+                    return self._tell(PeerLost(f"rank {rank} is lost: no heartbeat for {self.timeout:g} s"))
             hurry = self._receive({rank: beat["note"] for rank, beat in beats.items()})
-            self._wake.wait(self._interval / 10 if hurry else self._interval)
+            self._wake.wait(self.interval / 10 if hurry else self.interval)
             self._wake.clear()
-        with contextlib.suppress(RuntimeError):  # rank 0 and its store may be gone: then nobody is left to read it
-            self._publish()
+
+    def _guard(self) -> None:
+        """A store whose host is stopped or cut off blocks the beat for ever; this thread never touches it."""
+        last = time.monotonic()
+        while not self._stop.wait(self.interval):
+            now = time.monotonic()
+            self._answered += max(0.0, now - last - _SILENT_BEATS * self.interval)
+            last = now
+            if not self._threads[0].is_alive():
+                return
+            if now - self._answered > self.timeout:
+                return self._tell(PeerLost(f"{_STORE_LOST} (no answer for {self.timeout:g} s)"))
+
+    def _tell(self, reason: PeerLost) -> None:
+        if self._told.acquire(blocking=False) and not self._stop.is_set():
+            self._lost(reason)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+_STORE_LOST = "rank 0, or the launcher that hosts the store, is lost: the store does not answer"

@@ -60,6 +60,7 @@ class CommunicationThread:
         self._jobs: queue.SimpleQueue[Handle[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._closed = False
         self._open: set[Handle[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -74,6 +75,8 @@ class CommunicationThread:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if self._closed:
+                raise RuntimeError("the communication thread is closed")
             self._open.add(handle)
             self._jobs.put(handle)
         return handle
@@ -98,7 +101,7 @@ class CommunicationThread:
             Whether the thread has ended. A thread that is stuck in the transport is a daemon: it delays no exit.
         """
         with self._lock:
-            self._error = self._error or RuntimeError("the communication thread is closed")
+            self._closed = True
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)

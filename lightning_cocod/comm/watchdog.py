@@ -8,25 +8,42 @@ import threading
 
 
 class Watchdog:
-    """Ends the process when a loss has been reported and the training thread has not noticed it within ``grace`` seconds."""
+    """Ends the process if a loss does not end it in the ordinary way.
 
-    def __init__(self, rank: int, grace: float = 5.0) -> None:
-        self.rank, self.grace = rank, grace
-        self._noticed = threading.Event()
+    After an alarm the training thread has ``grace`` seconds to notice, and then ``patience`` seconds to leave: a callback
+    that reacts to the exception may block in a collective as well.
+    """
+
+    def __init__(self, rank: int, grace: float = 5.0, patience: float = 30.0) -> None:
+        self.rank, self.grace, self.patience = rank, grace, patience
+        self._noticed, self._over = threading.Event(), threading.Event()
+        self._watching = threading.Lock()
+
+    @property
+    def was_noticed(self) -> bool:
+        """Whether the training thread knows."""
+        return self._noticed.is_set()
 
     def alarm(self, reason: BaseException) -> None:
         """A peer is lost: start to count."""
-        threading.Thread(target=self._watch, args=(str(reason),), name="watchdog", daemon=True).start()
+        if self._watching.acquire(blocking=False):
+            threading.Thread(target=self._watch, args=(str(reason),), name="watchdog", daemon=True).start()
 
     def noticed(self) -> None:
-        """The training thread has been told: it ends the process in the ordinary way."""
+        """The training thread has been told."""
+        self._noticed.set()
+
+    def over(self) -> None:
+        """The training thread has left all that communicates."""
+        self._over.set()
         self._noticed.set()
 
     def _watch(self, reason: str) -> None:
-        if not self._noticed.wait(self.grace):
-            print(
-                f"[rank {self.rank}] {reason}; this rank is blocked elsewhere, so its process ends now",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
+        if self._noticed.wait(self.grace) and self._over.wait(self.patience):
+            return
+        print(
+            f"[rank {self.rank}] {reason}; this rank is blocked elsewhere, so its process ends now",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
