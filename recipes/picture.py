@@ -54,8 +54,9 @@ def draw():
         )
         parts.append(text(px(t + 0.5), lane + 15, f"{t}", BLUE, "middle"))
     for t in range(0, STEPS, K):
+        transfer = px(K - 0.7) - px(0)
         parts.append(
-            f'<rect x="{px(t) + 1}" y="{lane + 29}" width="{px(K - 0.7) - px(0)}" height="22" fill="#e7f2e9" stroke="{GREEN}"/>'
+            f'<rect x="{px(t) + 1}" y="{lane + 29}" width="{transfer}" height="22" fill="#e7f2e9" stroke="{GREEN}"/>'
         )
         parts.append(text(px(t + (K - 0.7) / 2), lane + 44, f"mean of S({t})", GREEN, "middle"))
     for path, colour, name in zip(trajectories(), (BLUE, RED), ("worker 1", "worker 2"), strict=True):
