@@ -1,5 +1,6 @@
 """Agreeing on a step: whatever the order of steps, beats and wishes, all ranks do the same after the same steps."""
 
+import functools
 import json
 import random
 import threading
@@ -13,6 +14,7 @@ from support.ranks import run_ranks
 
 from lightning_cocod.comm import Communicator
 from lightning_cocod.comm import agreement as module
+from lightning_cocod.comm import communicator as communicating
 from lightning_cocod.comm.agreement import Agreement
 
 
@@ -31,7 +33,7 @@ class Ranks:
     def __init__(self, n, first_step=0):
         with mock.patch.object(module.threading, "Condition", Impatient):
             self.ranks = [Agreement(r, n, check=lambda: None) for r in range(n)]
-        self.store = [json.dumps(a.note()) for a in self.ranks]  # every rank has published before anybody beats
+        self.store = {}
         self.moment, self.read = [0] * n, [None] * n
         self.steps = [first_step] * n
         self.blocked = [False] * n
@@ -45,10 +47,18 @@ class Ranks:
         if self.moment[rank] == 0:
             self.store[rank] = json.dumps(agreement.note())
         elif self.moment[rank] == 1:
-            self.read[rank] = list(self.store)
+            self.read[rank] = dict(self.store)
         else:
-            agreement.receive({r: json.loads(note) for r, note in enumerate(self.read[rank])})
+            agreement.receive({r: json.loads(note) for r, note in self.read[rank].items()})
         self.moment[rank] = (self.moment[rank] + 1) % 3
+
+    def appear(self, *, whole_beats=2):
+        """Every rank says where it begins, and all have heard it."""
+        for rank, agreement in enumerate(self.ranks):
+            assert agreement.reached(self.steps[rank]) is None
+        for _ in range(3 * whole_beats):
+            for rank in range(len(self.ranks)):
+                self.beat(rank)
 
     def train(self, rank):
         """One step, unless the rank still waits at the last one."""
@@ -150,6 +160,7 @@ def test_the_same_on_long_runs_of_ranks_with_very_different_speeds(n, seed):
 
 def test_a_rank_that_waits_for_the_verdict_stops_exactly_at_the_step():
     ranks = Ranks(2)
+    ranks.appear()
     ranks.ask(1, "stop")
     for rank in (1, 0):
         for _ in range(3):
@@ -164,6 +175,7 @@ def test_a_rank_that_waits_for_the_verdict_stops_exactly_at_the_step():
 
 def test_a_proposal_that_somebody_has_passed_is_replaced_by_a_later_one():
     ranks = Ranks(2)
+    ranks.appear()
     ranks.ask(0, "stop")
     for _ in range(3):
         ranks.beat(0)
@@ -201,14 +213,33 @@ def test_one_rank_gets_what_it_wants_at_once():
     assert [alone.reached(2), alone.reached(3), alone.reached(4)] == ["stop", "checkpoint", None]
 
 
-@pytest.mark.xfail(strict=True, reason="before its first step a rank counts as being at step 0")
 def test_a_wish_made_before_the_first_step_of_a_resumed_run_is_fulfilled():
     ranks = Ranks(2, first_step=1000)
     ranks.ask(1, "SIGTERM")
     for _ in range(6):  # both are still compiling
         ranks.beat(1)
         ranks.beat(0)
+    assert ranks.ranks[0].note()["proposal"] is None
     assert ranks.go_on()
+    assert ranks.done[0] == ranks.done[1]
+    assert 1000 < ranks.done[0][0][1] < 1040
+
+
+def test_nothing_is_proposed_before_every_rank_has_said_where_it_is():
+    ranks = Ranks(3, first_step=7)
+    ranks.ask(0, "stop")
+    for told in range(3):
+        for _ in range(6):
+            for rank in range(3):
+                ranks.beat(rank)
+        assert ranks.ranks[0].note()["proposal"] is None
+        ranks.ranks[told].reached(7)
+    for _ in range(6):
+        for rank in range(3):
+            ranks.beat(rank)
+    number, what, step = ranks.ranks[0].note()["proposal"]
+    assert (number, what) == (1, "stop")
+    assert step > 7
 
 
 def test_a_phase_of_fast_steps_does_not_make_later_wishes_wait():
@@ -234,9 +265,11 @@ def test_waiting_for_a_verdict_ends_when_the_peers_are_gone():
     def gone():
         raise ConnectionError("lost")
 
-    agreement = Agreement(0, 2, check=gone)
+    agreement, other = Agreement(0, 2, check=gone), Agreement(1, 2, check=gone)
     agreement.request("stop")
-    agreement.receive({0: agreement.note(), 1: Agreement(1, 2, check=gone).note()})
+    agreement.reached(0)
+    other.reached(0)
+    agreement.receive({0: agreement.note(), 1: other.note()})
     _, _, proposed = agreement.note()["proposal"]
     for step in range(1, proposed):
         agreement.reached(step)
@@ -246,7 +279,8 @@ def test_waiting_for_a_verdict_ends_when_the_peers_are_gone():
 
 def wish_while_training(rank, n, wishes):
     communicator = Communicator()
-    communicator.start()
+    with mock.patch.object(communicating, "Heartbeat", functools.partial(communicating.Heartbeat, interval=0.05)):
+        communicator.start()
     dice, done, step = random.Random(rank), [], 0
     while len(done) < len(wishes):
         step += 1

@@ -143,7 +143,6 @@ def test_two_caps_make_two_fingerprints():
     assert Layout([torch.zeros(9)], 8).fingerprint != Layout([torch.zeros(9)], 12).fingerprint
 
 
-@pytest.mark.xfail(strict=True, reason="strides of dimensions of size one are taken seriously")
 def test_the_stride_of_a_dimension_of_size_one_means_nothing():
     weight = torch.nn.Conv2d(4, 8, 1).weight  # autograd is free to choose, and does: see its gradient below
     gradient = torch.zeros(8, 4).as_strided((8, 4, 1, 1), (4, 1, 4, 4))
@@ -166,17 +165,28 @@ def test_pieces_are_kept_while_the_tensors_stay_and_follow_them_when_they_move()
     assert all((p == 5).all() for p in parameters)
 
 
-@pytest.mark.xfail(strict=True, reason="a layout does not look at the strides of the tensors it is given")
-def test_tensors_whose_memory_order_has_changed_are_refused_or_copied_right():
+def test_tensors_whose_memory_order_has_changed_are_refused_and_left_alone():
     tensor = torch.arange(16.0).reshape(1, 4, 2, 2)
     buffer = Layout([tensor]).buffer()
     buffer.copy_([tensor])
     turned = torch.zeros_like(tensor).to(memory_format=torch.channels_last)
-    try:
-        buffer.copy_to([turned])
-    except ValueError:
-        return
-    assert torch.equal(turned, tensor)
+    for use in (buffer.copy_to, buffer.add_to, buffer.copy_, buffer.layout.pieces):
+        with pytest.raises(ValueError, match="memory order") as error:
+            use([turned])
+        assert "\n" not in str(error.value)
+    assert (turned == 0).all()
+    buffer.copy_to([other := torch.zeros_like(tensor)])
+    assert torch.equal(other, tensor)
+
+
+def test_without_a_cap_a_bucket_is_a_hundredth_of_the_whole_within_limits():
+    def largest(*sizes):
+        return max(flat.nbytes for flat in Layout([torch.empty(n) for n in sizes]).buffer().buckets)
+
+    assert largest(50_000, 1_800_000, 150_000) == 4 * 20_000
+    assert largest(10_000_000) == 4 * 100_000
+    assert largest(1000) == 4000
+    assert largest(100_000) == 64 << 10
 
 
 def test_overlapping_tensors_are_refused_when_written():

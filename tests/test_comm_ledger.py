@@ -42,15 +42,15 @@ def test_totals_are_a_copy():
 
 
 @pytest.mark.parametrize(
-    ("busy", "exposed", "hidden"), [(0, 0, 1), (0, 5, 1), (4, 1, 0.75), (4, 0, 1), (4, 9, 0), (4, -1, 1)]
+    ("busy", "exposed", "hidden"), [(0, 0, None), (0, 5, None), (4, 1, 0.75), (4, 0, 1), (4, 9, 0), (4, -1, 1)]
 )
-def test_hidden_fraction_lies_between_zero_and_one(busy, exposed, hidden):
+def test_hidden_fraction_lies_between_zero_and_one_where_there_was_something_to_hide(busy, exposed, hidden):
     assert Totals(busy=busy, exposed=exposed).hidden_fraction == hidden
 
 
 def test_a_reading_without_steps_time_or_bytes_divides_by_nothing():
     metrics = Reading().since(Reading())
-    assert metrics["comm/hidden_fraction"] == 1
+    assert "comm/hidden_fraction" not in metrics
     assert metrics["comm/compression_ratio"] == 1
     assert metrics["throughput/samples_per_sec"] == 0
 

@@ -174,7 +174,6 @@ def test_a_job_may_close_its_own_thread(thread):
     assert thread.close(LIMIT)
 
 
-@pytest.mark.xfail(strict=True, reason="close() takes the place of the first error")
 def test_a_job_that_fails_while_the_thread_closes_gives_its_error_to_those_behind_it(thread):
     gate = Gate(thread)
     thread.submit(fail_with(ValueError("first")))

@@ -80,7 +80,7 @@ def test_what_a_user_writes():
 @pytest.mark.parametrize(
     ("period", "warmup", "names"),
     [(bad, 0, "period") for bad in (0, -1, 2.5, True, "often", None, {1: 2}, {}, {0: 0}, {0: 1, 5: 2.5})]
-    + [({0: 1, bad: 2}, 0, "schedule") for bad in (-1, 2.5)]
+    + [({0: 1, bad: 2}, 0, "a step of the period") for bad in (-1, 2.5, "late")]
     + [(4, bad, "warmup_steps") for bad in (-1, 2.5, True)],
 )
 def test_a_bad_rule_is_a_value_error_of_one_line_that_names_the_option(period, warmup, names):
