@@ -24,7 +24,6 @@ TRAIN = """
         model = Toy()
         t = trainer(sys.argv[1], int(sys.argv[2]), max_epochs=1)
         t.fit(model, loader(), loader(shuffle=False))
-        t.validate(model, loader(shuffle=False), verbose=False)
         assert t.world_size == 2
         torch.save(flat(model), f"rank{{t.global_rank}}.pt")
 """
