@@ -172,10 +172,13 @@ class AlgorithmStrategy(DDPStrategy):
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        if self._algorithm is not None:
-            self._algorithm.close()
+        algorithm = self._algorithm
         self._algorithm, self._quiet, self._steppers = None, None, {}
-        super().teardown()
+        try:
+            if algorithm is not None:
+                algorithm.close()  # raises if a peer was lost unnoticed
+        finally:
+            super().teardown()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
