@@ -278,18 +278,68 @@ def test_wrong_weights_do_not_conserve_the_mean(n):
     assert distance(before.mean(0), after.mean(0)) > 1e-3
 
 
-def test_new_weights_take_effect_at_a_merge():
-    new, old = [5.0, 1.0], np.array([0.5, 0.5])
-    configuration = {"changed": {"period": 3, "reweigh": {7: new}, "evaluate": (8, 10, 13)}}
-    ranks = [rank["changed"] for rank in run_ranks(paths_of, 2, configuration, timeout=LIMIT)]
-    merge = {t: np.stack([p.x[t] - p.unmerged[t] for p in ranks]) for t in (6, 9, 12)}
-    w = normalised(new)
-    for t, in_force, other in ((6, old, w), (9, old, w), (12, w, old)):  # launched at 3, 6 and 9
+REWEIGHED = {"period": 3, "steps": 17, "reweigh": {7: [5.0, 1.0]}, "evaluate": (8, 10, 13, 16)}
+
+
+@functools.cache
+def reweighed():
+    configurations = {
+        "whole": REWEIGHED,
+        "resumed before the merge": {**REWEIGHED, "resume_at": 8},
+        "resumed after the merge": {**REWEIGHED, "resume_at": 11},
+        "warm-up": {"period": 3, "warmup_steps": 4, "reweigh": {2: [5.0, 1.0]}},
+    }
+    ranks = run_ranks(paths_of, 2, configurations, timeout=LIMIT)
+    return {name: [rank[name] for rank in ranks] for name in configurations}
+
+
+def test_new_weights_are_those_of_the_rounds_that_begin_with_the_next_merge():
+    ranks = reweighed()["whole"]
+    x, old, new = positions(ranks), normalised([1, 1]), normalised([5, 1])
+    merge = {t: np.stack([p.x[t] - p.unmerged[t] for p in ranks]) for t in (6, 9, 12, 15)}
+    # The merge at 9 begins the first round with the new weights. It is reported at 12, and that report is merged at 15.
+    for t, in_force, other in ((6, old, new), (9, old, new), (12, old, new), (15, new, old)):
         assert np.abs(in_force @ merge[t]).max() < TOL
         assert np.abs(other @ merge[t]).max() > 1e-4
-    x = positions(ranks)
-    for t, in_force in ((8, old), (10, w), (13, w)):
+    G = np.stack([gradients(row, *problems(2)) for row in x])
+    for t0, in_force, other in ((3, old, new), (6, old, new), (9, old, new), (12, new, old)):
+        for t in range(t0 + 3, min(t0 + 6, len(x))):
+            assert distance(x[t], in_force @ x[t0] - LR * G[t0:t].sum(0)) < TOL
+            assert distance(x[t], other @ x[t0] - LR * G[t0:t].sum(0)) > 1e-4
+
+
+def test_the_consensus_has_the_weights_of_the_message_in_flight():
+    ranks = reweighed()["whole"]
+    x, old, new = positions(ranks), normalised([1, 1]), normalised([5, 1])
+    for t, in_force, other in ((8, old, new), (10, old, new), (13, new, old), (16, new, old)):
+        assert all(bitwise(ranks[0].consensus[t], path.consensus[t]) for path in ranks)
         assert distance(ranks[0].consensus[t], in_force @ x[t]) < TOL
+        assert distance(ranks[0].consensus[t], other @ x[t]) > 1e-4
+    assert bitwise(ranks[0].end, ranks[1].end)
+    assert distance(ranks[0].end, new @ x[-1]) < TOL
+
+
+@pytest.mark.parametrize("stop", ["before", "after"])
+def test_weights_that_wait_for_a_merge_survive_a_resume(stop):
+    for whole, resumed in zip(reweighed()["whole"], reweighed()[f"resumed {stop} the merge"], strict=True):
+        assert bitwise(whole.x, resumed.x)
+        assert bitwise(whole.end, resumed.end)
+
+
+def test_new_weights_hold_at_once_for_synchronous_steps():
+    for path in reweighed()["warm-up"]:
+        x, old, new = np.stack(path.x), normalised([1, 1]), normalised([5, 1])
+        for t, in_force, other in ((0, old, new), (1, old, new), (2, new, old), (3, new, old)):
+            G = gradients(x[t], *problems(2))
+            assert distance(x[t + 1], x[t] - LR * (in_force @ G)) < TOL
+            assert distance(x[t + 1], x[t] - LR * (other @ G)) > 1e-4
+
+
+def test_the_state_names_the_weights_of_three_rounds(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = Quadratic(0)
+    algo = CoCoD(model, torch.optim.SGD(model.parameters(), LR))
+    assert algo.state_dict()["weights"] == [[1.0]] * 3
 
 
 # Exact test 3: with a common Hessian the mean is S-SGD
@@ -490,7 +540,7 @@ def test_a_run_resumed_from_its_state_is_the_uninterrupted_run_bit_for_bit():
 def load_state_of_three(rank, n):
     model = Quadratic(rank)
     with CoCoD(model, torch.optim.SGD(model.parameters(), LR)) as algo:
-        state = {**algo.state_dict(), "weights": [1 / 3] * 3}
+        state = {**algo.state_dict(), "weights": [[1 / 3] * 3] * 3}
         with pytest.raises(ValueError, match="3 workers, there are 2"):
             algo.load_state_dict(state)
 
@@ -743,6 +793,22 @@ def test_parameters_of_every_kind_follow_the_paper_bit_for_bit(cap):
 def test_parameters_of_every_kind_end_equal_on_more_workers(n):
     ends = [end for _, end, _ in run_ranks(zoo_run, n, 256, timeout=LIMIT)]
     assert all(same_bits(ends[0], end) for end in ends)
+
+
+def empty_of_its_own_kind(rank, n):
+    params = nn.ParameterList([torch.ones(3), torch.empty(0, dtype=torch.float64)])
+    with CoCoD(params, torch.optim.SGD(params, 1.0), period=2) as algo:
+        for _ in range(5):
+            params[0].grad = torch.full((3,), float(rank))
+            algo.step()
+        with algo.consensus():
+            pass
+    return params[0].detach()
+
+
+def test_a_dtype_of_which_there_are_only_empty_parameters():
+    for x in run_ranks(empty_of_its_own_kind, 2, timeout=LIMIT):
+        assert torch.equal(x, torch.full((3,), -1.5))
 
 
 def complex_parameter(rank, n):

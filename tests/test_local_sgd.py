@@ -54,13 +54,14 @@ CONFIGURATIONS = {
     "k3 resumed": {"period": 3, "unequal": True, "sgd": HEAVY, "resume_at": 5},
     "schedule": {"period": {0: 1, 4: 3}},
     "warm-up": {"period": 3, "warmup_steps": 4, "unequal": True, "sgd": HEAVY},
-    "reweighed": {"period": 3, "reweigh": {4: "new"}},
+    "reweighed": {"period": 3, "reweigh": {4: "new"}, "evaluate": (5, 8)},
+    "reweighed late": {"period": 3, "reweigh": {10: "new"}},
 }
 
 
 def with_weights(configuration, n):
     return {**configuration, "algorithm": LocalSGD} | (
-        {"reweigh": {4: list(range(n, 0, -1))}} if "reweigh" in configuration else {}
+        {"reweigh": {t: list(range(n, 0, -1)) for t in configuration["reweigh"]}} if "reweigh" in configuration else {}
     )
 
 
@@ -121,11 +122,27 @@ def test_a_run_resumed_from_its_state_is_the_uninterrupted_run_bit_for_bit(n):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_new_weights_hold_from_the_next_average_on(n):
+def test_new_weights_are_those_of_the_rounds_that_begin_with_the_next_average(n):
     x, old, new = positions(paths(n)["reweighed"]), normalised(np.ones(n)), unequal(n)[::-1]
     G = np.stack([gradients(row, *problems(n)) for row in x])
-    for t, w in ((3, old), (6, new), (9, new)):
+    for t, w, other in ((3, old, new), (6, old, new), (9, new, old)):  # the round that ends at 6 began before the change
         assert distance(x[t], w @ (x[t - 1] - LR * G[t - 1])) < TOL
+        assert n == 1 or distance(x[t], other @ (x[t - 1] - LR * G[t - 1])) > 1e-4
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_before_the_next_average_the_consensus_has_the_weights_of_the_round_under_way(n):
+    ranks, old = paths(n)["reweighed"], normalised(np.ones(n))
+    assert distance(ranks[0].consensus[5], old @ positions(ranks)[5]) < TOL
+
+
+@pytest.mark.xfail(strict=True, reason="until the next average the weights are those of the last one")
+@pytest.mark.parametrize("n", [2, 4])
+def test_in_a_round_with_new_weights_consensus_and_end_have_them_too(n):
+    ranks, new = paths(n)["reweighed"], unequal(n)[::-1]  # the rounds from 6 on have the new weights
+    assert distance(ranks[0].consensus[8], new @ positions(ranks)[8]) < TOL
+    ranks = paths(n)["reweighed late"]  # and here the one from 12 to the end
+    assert distance(ranks[0].end, new @ positions(ranks)[-1]) < TOL
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -1,6 +1,6 @@
 """Memory beyond the parameters: CoCoD one copy of them, Local SGD a few buckets, an evaluation one copy more.
 
-Two fresh processes train an 80 MB model whose gradients are allocated before the measurement and never change. Each case
+Two fresh processes train a 160 MB model whose gradients are allocated before the measurement and never change. Each case
 runs in a fork of its own, so that none inherits memory that another has freed. What is measured is the largest resident size
 while the case runs (VmHWM, reset just before) over the size before, in units of the parameters.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-ROWS, COLUMNS, LAYERS = 1000, 1000, 20  # 20 tensors of 4 MB
-BUCKETS = 0.07
-"""Two buckets at work, each a 64th of the parameters, as many again inside Gloo, and the error of VmRSS."""
+ROWS, COLUMNS, LAYERS = 1000, 1000, 40  # 40 tensors of 4 MB: a few MB for threads and connections weigh little
+BUCKETS = 0.05
+"""Two buckets at work, each a hundredth of the parameters, about as many again inside Gloo, and the error of VmRSS."""
 
 
 def status(field):
@@ -60,17 +60,7 @@ def cocod_in_consensus(model, optimizer):
         steps(model, optimizer, 2)
 
 
-def cocod_with_a_second_copy(model, optimizer):
-    from lightning_cocod import CoCoD
-
-    with CoCoD(model, optimizer, period=2):
-        steps(model, optimizer, 3)
-        copy = [p.detach().clone() for p in model.parameters()]
-        steps(model, optimizer, 2)
-    del copy
-
-
-CASES = [no_algorithm, local_sgd, cocod, cocod_in_consensus, cocod_with_a_second_copy]
+CASES = [no_algorithm, local_sgd, cocod, cocod_in_consensus]
 
 
 def model_of(layers):
@@ -140,7 +130,7 @@ def copies():
         for rank in range(2)
     ]
     try:
-        found = [json.loads(rank.communicate(timeout=100)[0].splitlines()[-1]) for rank in ranks]
+        found = [json.loads(rank.communicate(timeout=250)[0].splitlines()[-1]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -156,12 +146,12 @@ def test_cocod_needs_one_copy_and_a_few_buckets(copies):
     assert 0.9 < copies["cocod"] < 1 + BUCKETS
 
 
-def test_an_evaluation_needs_one_copy_more(copies):
+def test_local_sgd_needs_a_few_buckets(copies):
+    assert copies["local_sgd"] < BUCKETS
+
+
+def test_an_evaluation_needs_one_copy_more(copies):  # and is seen to: so would be any copy that should not be there
     assert 1.9 < copies["cocod_in_consensus"] < 2 + BUCKETS
-
-
-def test_a_second_copy_would_be_seen(copies):
-    assert copies["cocod_with_a_second_copy"] > 1.9
 
 
 if __name__ == "__main__":

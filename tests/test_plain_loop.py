@@ -94,12 +94,12 @@ def test_training_can_go_on_in_a_second_block():
 # Gradient scaling: a step that is skipped counts
 
 
-def scaled(rank, n, overflow, warmup_steps):
+def scaled(rank, n, overflow):
     """Overflows are {rank: step} at which the gradient is infinite. Returns counts, skipped steps, weights, the scale."""
     model, optimizer = setup(rank)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     taken = []
-    with CoCoD(model, optimizer, period=3, warmup_steps=warmup_steps) as algo:
+    with CoCoD(model, optimizer, period=3) as algo:
         optimizer.register_step_post_hook(lambda *_: taken.append(algo.t))
         for t, x in enumerate(batches(rank, 10)):
             optimizer.zero_grad()
@@ -107,19 +107,51 @@ def scaled(rank, n, overflow, warmup_steps):
             if overflow.get(rank) == t:
                 model[0].weight.grad[0, 0] = torch.inf
             algo.step(scaler=scaler)
-            if t == 1:
-                early = weights_of(model)
         skipped = sorted(set(range(10)) - set(taken))
-    return algo.t, skipped, early, weights_of(model), scaler.get_scale()
+    return algo.t, skipped, weights_of(model), scaler.get_scale()
 
 
 def test_a_step_skipped_on_one_rank_only_keeps_the_rounds_together():  # field report 5
-    (t, skipped, _, end, scale), (t_1, skipped_1, _, end_1, scale_1) = run_ranks(scaled, 2, {1: 4}, 0, timeout=LIMIT)
+    (t, skipped, end, scale), (t_1, skipped_1, end_1, scale_1) = run_ranks(scaled, 2, {1: 4}, timeout=LIMIT)
     assert t == t_1 == 10
     assert (skipped, skipped_1) == ([], [4])
     assert (scale, scale_1) == (256, 128)
     assert torch.equal(end, end_1)
     assert end.isfinite().all()
+
+
+def scaled_warm_up(rank, n):
+    """What happens with a scaler in a synchronous step, with one that is off, and once the warm-up is over."""
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    model, optimizer = setup(rank)
+    with CoCoD(model, optimizer, period=3, warmup_steps=2) as algo:
+        train(model, optimizer, batches(rank, 2), lambda: algo.step(scaler=off))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        optimizer.zero_grad()
+        scaler.scale(model(batches(rank, 1)[0]).square().mean()).backward()
+        algo.step(scaler=scaler)
+        counted = algo.t
+
+    model, optimizer = setup(rank)
+    before = weights_of(model)
+
+    def loop():
+        with CoCoD(model, optimizer, period=3, warmup_steps=2) as algo:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+            scaler.scale(model(batches(rank, 1)[0]).square().mean()).backward()
+            algo.step(scaler=scaler)
+
+    text = failure(ValueError, loop)
+    return counted, text, torch.equal(before, weights_of(model))
+
+
+def test_a_scaler_is_refused_in_synchronous_steps_only():
+    for counted, text, untouched in run_ranks(scaled_warm_up, 2, timeout=LIMIT):
+        assert counted == 3
+        assert "gradient scaler" in text
+        assert "warmup_steps" in text
+        assert "\n" not in text
+        assert untouched
 
 
 # What is refused
@@ -140,7 +172,7 @@ def two_optimizers(rank, n):
     return failure(RuntimeError, by_hooks)
 
 
-@pytest.mark.parametrize("n", [1])
+@pytest.mark.parametrize("n", [1, 2])
 def test_several_optimizers_need_the_explicit_form(n):
     for text in run_ranks(two_optimizers, n, timeout=LIMIT):
         assert text == "call step() of the algorithm instead of optimizer.step(): there are several optimizers"
@@ -156,7 +188,7 @@ def warm_up_by_hooks(rank, n):
     return failure(RuntimeError, by_hooks)
 
 
-@pytest.mark.parametrize("n", [1])
+@pytest.mark.parametrize("n", [1, 2])
 def test_a_warm_up_needs_the_explicit_form(n):
     for text in run_ranks(warm_up_by_hooks, n, timeout=LIMIT):
         assert text.startswith("call step() of the algorithm instead of optimizer.step(): synchronous warm-up")
@@ -178,10 +210,11 @@ BAD_OPTIONS = [
     *({"timeout": bad} for bad in (0, -1.0, float("nan"))),
     {"process_group_timeout": 0},
 ]
+CASES = [(algorithm, options) for algorithm in (CoCoD, LocalSGD) for options in BAD_OPTIONS]
+CASES += [(CoCoD, {"overlap": bad}) for bad in ("no", 1, 0, None)]
 
 
-@pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
-@pytest.mark.parametrize("algorithm", [CoCoD, LocalSGD])
+@pytest.mark.parametrize(("algorithm", "options"), CASES, ids=str)
 def test_a_bad_option_is_a_value_error_of_one_line_that_names_it(algorithm, options, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (name,) = options
@@ -199,11 +232,31 @@ def test_several_processes_without_a_process_group_are_an_error(monkeypatch):
 # Faults: every rank ends with a cause, in the time of a heartbeat and not of a time-out
 
 
+def raises_inside(rank, n, message_in_flight):
+    model, optimizer = setup(rank)
+
+    def loop():
+        with CoCoD(model, optimizer, period=4, overlap=message_in_flight):
+            for t, x in enumerate(batches(rank, 1000)):
+                if rank == 1 and t == 6:
+                    raise ZeroDivisionError("the disk is full")
+                train(model, optimizer, [x])
+
+    return failure(PeerLost if rank == 0 else ZeroDivisionError, loop)
+
+
+@pytest.mark.parametrize("message_in_flight", [False, True])
+def test_an_exception_in_the_block_aborts_and_the_peer_names_the_cause(message_in_flight):  # field report 12
+    lost, own = run_ranks(raises_inside, 2, message_in_flight, timeout=LIMIT)
+    assert own == "the disk is full"
+    assert lost == "rank 1 failed: ZeroDivisionError: the disk is full"
+
+
 def killed_inside(rank, n):
     model, optimizer = setup(rank)
 
     def loop():
-        with CoCoD(model, optimizer, period=4, timeout=3):
+        with CoCoD(model, optimizer, period=4):
             for t, x in enumerate(batches(rank, 1000)):
                 if rank == 1 and t == 6:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -212,10 +265,11 @@ def killed_inside(rank, n):
     return failure(PeerLost, loop)
 
 
-def test_a_killed_peer_is_noticed():
-    survivor, killed = run_ranks_raw(killed_inside, 2, timeout=LIMIT, grace=20)
+def test_a_killed_peer_is_named():  # field report 12
+    survivor, killed = run_ranks_raw(killed_inside, 2, timeout=60, grace=40)
     assert killed.status == "died"
     assert survivor.status == "ok", survivor.traceback
+    assert survivor.value.startswith("rank 1 is lost: ")
     assert "\n" not in survivor.value
 
 
@@ -236,12 +290,18 @@ def differ(rank, n, what):
     return failure(MessageMismatch, loop)
 
 
-@pytest.mark.parametrize("what", ["frozen", "period", "one batch more", "two batches more"])
+@pytest.mark.parametrize("what", ["frozen", "algorithm", "period", "one batch more", "two batches more"])
 def test_ranks_out_of_step_both_name_both_sides(what):  # field report 11: 10 batches against 11, a message in flight
     for rank, text in enumerate(run_ranks(differ, 2, what, timeout=LIMIT)):
         assert f"rank {rank} sends {'local_sgd' if rank == 1 and what == 'algorithm' else 'cocod'}/" in text
         assert f"rank {1 - rank} sends " in text
         assert "\n" not in text
+
+
+def test_different_models_are_named_at_the_start_and_leave_nothing_behind():
+    for rank, text in enumerate(run_ranks(differ, 2, "model", timeout=LIMIT)):
+        assert f"rank {rank} sends cocod/initial weights at step 0" in text
+        assert f"rank {1 - rank} sends cocod/initial weights at step 0" in text
 
 
 def not_finite(rank, n, name, value):
@@ -336,6 +396,6 @@ def environment():
 def test_torchrun_trains_and_exits_with_zero(tmp_path):  # field report 18
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    done = subprocess.run(launch, cwd=tmp_path, env=environment(), timeout=60, capture_output=True, text=True)
+    done = subprocess.run(launch, cwd=tmp_path, env=environment(), timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"end{rank}").read_text() for rank in range(2)] == ["ended well"] * 2
