@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,9 +25,11 @@ from lightning_cocod.comm import (
     PeerLost,
     Subject,
     collectives,
+    communicator,
 )
 from lightning_cocod.comm.header import _FORMAT, Header
 from lightning_cocod.comm.sockets import _sockets
+from lightning_cocod.comm.watchdog import Watchdog
 
 LIMIT = 30.0
 
@@ -213,11 +216,16 @@ def test_a_header_survives_its_bytes():
     assert Header.unpack(header.pack().numpy().tobytes()) == header
 
 
-@pytest.mark.xfail(strict=True, reason="a header cuts names that it compares uncut")
-@pytest.mark.parametrize("name", ["a name of more than twenty-four bytes", "é" * 13])
-def test_long_names_agree_with_themselves(name):
-    header = Header("test", name, 1, 2, 3)
-    assert Header.unpack(header.pack().numpy().tobytes())._agreed == header._agreed
+@pytest.mark.parametrize("names", [("x" * 25, "round"), ("test", "x" * 25), ("test", "é" * 13)], ids=str)
+def test_names_that_a_header_would_cut_are_refused(names):
+    with pytest.raises(ValueError, match="too long for a header"):
+        Header(*names, 1, 2, 3)
+
+
+@pytest.mark.parametrize("name", ["x" * 24, "é" * 12])
+def test_the_longest_names_survive_their_bytes(name):
+    header = Header(name, name, 1, 2, 3)
+    assert Header.unpack(header.pack().numpy().tobytes()) == header
 
 
 def nonfinite(rank, n, value):
@@ -255,30 +263,36 @@ def accounting(rank, n):
         assert (later.busy, later.exposed, later.skew) == (totals.busy, totals.exposed, totals.skew)
         assert later.sent > totals.sent
 
-        dist.barrier()  # a late rank is its peers' skew, and nobody's exposed time
+        spread = c.broadcast_([torch.ones(sizes[0])], about("spread"))
+        spread.wait()
+        header, copy = _FORMAT.size * (n - 1), 4 * sizes[0]
+        spent = c.ledger.totals() - later
         if rank == 0:
-            time.sleep(0.3)
-        c.mean_([torch.ones(10)], 1 / n, about()).wait()
-        late = c.ledger.totals() - later
-        assert (late.skew > 0.15) == (rank != 0)
-        assert late.exposed < 0.15
+            assert (spent.sent, spent.received) == (header + (n - 1) * copy, header)
+        else:
+            assert (spent.sent, spent.received) == (header, header + copy)
 
-        dist.barrier()  # a slow transport that nobody waits for is hidden
+        before = c.ledger.totals()
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.4)
+        c.mean_([torch.ones(10)], 1 / n, about()).wait()
+        late = c.ledger.totals() - before
+
+        dist.barrier()
+        before = c.ledger.totals()
         with slow_transport(0.2):
             message = c.mean_([torch.ones(10)], 1 / n, about())
             assert eventually(lambda: message._handle.done())
-            before = c.ledger.totals()
             message.wait()
-            hidden = c.ledger.totals() - before
-        assert hidden.exposed + hidden.skew < 0.1
+        hidden = c.ledger.totals() - before
 
-        dist.barrier()  # and one that everybody waits for is exposed
+        dist.barrier()
         before = c.ledger.totals()
-        with slow_transport(0.3):
+        with slow_transport(0.4):
             c.mean_([torch.ones(10)], 1 / n, about()).wait()
         exposed = c.ledger.totals() - before
-        assert exposed.exposed > exposed.skew
-        assert exposed.exposed > 0.5 * exposed.busy
+        return late, hidden, exposed
 
 
 @contextmanager
@@ -297,7 +311,16 @@ def slow_transport(seconds):
 
 
 def test_seconds_and_bytes_are_booked_where_they_belong():
-    run_ranks(accounting, 2)
+    ranks = run_ranks(accounting, 3)
+    (late_0, _, _), *others = ranks
+    for late, _, _ in others:  # a late rank is its peers' skew, and nobody's exposed time
+        assert late.skew > late.exposed
+        assert late.skew > late_0.skew
+        assert late.skew > late_0.exposed
+    for _, hidden, exposed in ranks:
+        assert hidden.exposed + hidden.skew < hidden.busy / 2  # a slow transport that nobody waits for is hidden
+        assert exposed.exposed > exposed.busy / 2  # and one that everybody waits for is exposed
+        assert exposed.exposed > exposed.skew
 
 
 def waiting_behind_another(rank, n):
@@ -309,7 +332,6 @@ def waiting_behind_another(rank, n):
         assert spent.exposed > spent.skew
 
 
-@pytest.mark.xfail(strict=True, reason="skew counts until the last header, whatever the link does")
 def test_waiting_for_a_message_behind_another_one_is_exposed_time_not_skew():
     run_ranks(waiting_behind_another, 2)
 
@@ -332,27 +354,27 @@ def test_samples_of_all_ranks_are_known_from_headers_and_heartbeats():
 # What used to look like a lost peer
 
 
-def odd_tensors(rank, n, case):
+def odd_tensors(rank, n):
     with communicating() as c:
-        if case == "empty":
-            x = [torch.full((3,), float(rank)), torch.empty(0, dtype=torch.float64)]
-            c.mean_(x, 1 / n, about()).wait()
-        elif case == "small integers":
-            x = [torch.full((3,), rank + 7, dtype=torch.int16)]
-            c.broadcast_(x, about()).wait()
-            assert x[0].tolist() == [7, 7, 7]
-        elif case == "integer mean":
-            with pytest.raises(Exception) as caught:  # noqa: PT011 (anything but a lost peer)
-                c.mean_([torch.ones(3, dtype=torch.int64)], 1 / n, about()).wait()
-            assert not isinstance(caught.value, PeerLost)
-        elif case == "large numbers":
-            c.mean_([torch.full((3,), 1e25)], 1 / n, about()).wait()
+        x = [torch.full((3,), float(rank)), torch.empty(0, dtype=torch.float64)]
+        c.mean_(x, 1 / n, about()).wait()
+        assert torch.equal(x[0], torch.full((3,), 0.5))
+
+        x = [torch.full((3,), rank + 7, dtype=torch.int16)]
+        c.broadcast_(x, about()).wait()
+        assert x[0].tolist() == [7, 7, 7]
+
+        x = [torch.full((3,), 1e25)]  # whose norm overflows in float32
+        c.mean_(x, 1 / n, about()).wait()
+        assert torch.equal(x[0], torch.full((3,), 1e25))
+
+        with pytest.raises(RuntimeError) as caught:
+            c.mean_([torch.ones(3, dtype=torch.int64)], 1 / n, about()).wait()
+        assert not isinstance(caught.value, PeerLost)
 
 
-@pytest.mark.xfail(strict=True, reason="fails, and names a peer that is well")
-@pytest.mark.parametrize("case", ["empty", "small integers", "integer mean", "large numbers"])
-def test_unusual_tensors_travel_or_are_refused_for_what_they_are(case):
-    run_ranks(odd_tensors, 2, case)
+def test_unusual_tensors_travel_or_are_refused_for_what_they_are():
+    run_ranks(odd_tensors, 2)
 
 
 # Life and death
@@ -379,6 +401,79 @@ def lives(rank, n):
 
 def test_start_and_close_can_be_repeated_and_close_drains():
     run_ranks(lives, 3)
+
+
+def lost_in_the_second_life(rank, n):
+    c = Communicator()
+    for _ in range(2):
+        c.start()
+        c.mean_([torch.ones(3)], 1 / n, about()).wait()
+        c.close()
+    c.start()
+    c.mean_([torch.ones(3)], 1 / n, about(step=1)).wait()
+    if rank == 1:
+        c.abort(ValueError("boom"))
+        c.close()
+        return None
+    with pytest.raises(PeerLost) as caught:
+        c.mean_([torch.ones(3)], 1 / n, about(step=2)).wait()
+    c.close()
+    return str(caught.value)
+
+
+def test_a_loss_in_a_later_life_is_noticed():
+    assert run_ranks(lost_in_the_second_life, 2) == ["rank 1 failed: ValueError: boom", None]
+
+
+def leaving(rank, n, folder):
+    """Rank 1 leaves last, and says so before."""
+    c = Communicator()
+    c.start()
+    if rank == 1:
+        time.sleep(0.3)
+        (Path(folder) / "1").touch()
+    c.close()
+    return (Path(folder) / "1").exists()
+
+
+def test_close_waits_for_the_peers_that_live(tmp_path):
+    assert run_ranks(leaving, 3, str(tmp_path)) == [True] * 3
+
+
+def leaving_a_failed_peer(rank, n):
+    """Rank 1 fails; the others do not hear of it before they close."""
+    c = Communicator()
+    c.start()
+    c.mean_([torch.ones(3)], 1 / n, about()).wait()
+    if rank == 1:
+        c.abort(ValueError("boom"))
+        c.close()
+        return None
+    with pytest.raises(PeerLost) as caught:
+        c.close()
+    c.close()
+    return str(caught.value)
+
+
+def test_close_raises_what_nobody_has_been_told_before():
+    assert run_ranks(leaving_a_failed_peer, 3) == [reason := "rank 1 failed: ValueError: boom", None, reason]
+
+
+def deaf(rank, n):
+    c = Communicator()
+    c.start()
+    if rank == 1:
+        c.agreement.receive = lambda notes: {}["a bug"]
+    assert eventually(lambda: c._thread.error)
+    with pytest.raises(PeerLost) as caught:
+        c.check()
+    c.abort(caught.value)
+    c.close()
+    return str(caught.value)
+
+
+def test_an_error_inside_a_heartbeat_ends_the_run_on_all_ranks():
+    assert run_ranks(deaf, 2) == ["rank 1 failed: KeyError: 'a bug'", "the heartbeat of rank 1 ended: KeyError: 'a bug'"]
 
 
 def sockets_of_a_life(rank, n):
@@ -414,8 +509,10 @@ def one_aborts(rank, n):
         c.mean_([x], 1 / n, about(step=1)).wait()
     with pytest.raises(PeerLost):
         c.check()
+    assert c._watchdog.was_noticed
     c.abort(caught.value)
     c.close()
+    assert eventually(lambda: not any(t.name == "watchdog" for t in threading.enumerate()))  # called off: this process lives
     dist.barrier()  # rank 0 hosts the store: were it to leave now, the others might hear of that first
     return str(caught.value)
 
@@ -423,6 +520,29 @@ def one_aborts(rank, n):
 def test_a_rank_that_raises_is_named_by_its_peers_with_its_reason():
     texts = run_ranks(one_aborts, 4, timeout=30)
     assert [texts[r] for r in (0, 2, 3)] == ["rank 1 failed: ValueError: boom"] * 3
+
+
+def one_starts_late(rank, n):
+    c = Communicator()
+    if rank == 2:
+        time.sleep(0.3)
+    c.start()
+    c.mean_([torch.ones(3)], 1 / n, about()).wait()
+    if rank == 0:
+        c.abort(ValueError("boom"))
+        c.close()
+        dist.barrier()
+        return None
+    with pytest.raises(PeerLost) as caught:
+        c.mean_([torch.ones(3)], 1 / n, about(step=1)).wait()
+    c.close()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.xfail(strict=True, reason="rank 0 cuts the heartbeats that reached its store while it made the group")
+def test_a_rank_that_started_later_than_the_host_of_the_store_still_hears_the_reason():
+    assert run_ranks(one_starts_late, 3) == [None] + ["rank 0 failed: ValueError: boom"] * 2
 
 
 def dying_while(doing):
@@ -440,46 +560,47 @@ def dying_while(doing):
     collectives.dist.all_reduce = all_reduce
 
 
-def one_dies(rank, n, victim, when, timeout):
-    c = Communicator(timeout=timeout, grace=LIMIT)
+def one_dies(rank, n, victim, when):
+    c = Communicator(timeout=60, grace=LIMIT)
     c.start()
     x = torch.ones(500_000)
     if rank == victim:
-        if when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if when == "exit":
+        if when == "leaving":
             os._exit(0)
         dying_while(when)
-    try:
-        for step in range(3):
-            c.mean_([x], 1 / n, about(step=step)).wait()
-    except PeerLost as error:
-        lost = error
-    begun = time.monotonic()
-    c.close()
-    assert time.monotonic() - begun < LIMIT / 2  # it waits for nobody; `close` would otherwise take its whole limit
-    return str(lost)
+    with pytest.raises(PeerLost) as caught:
+        c.mean_([x], 1 / n, about()).wait()
+    c.close()  # waits for nobody
+    return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("when", "victim", "n"), [("sending", 1, 2), ("reducing", 3, 4), ("exit", 0, 3)], ids=lambda v: str(v)
-)
-def test_a_rank_that_dies_is_lost_to_all_others(when, victim, n):
-    outcomes = run_ranks_raw(one_dies, n, victim, when, 1.0, timeout=30, grace=20)
+@pytest.mark.parametrize(("when", "victim"), [("sending", 1), ("reducing", 2), ("leaving", 0)], ids=lambda v: str(v))
+def test_a_rank_that_dies_is_named_by_all_others_although_the_timeout_is_long(when, victim):
+    outcomes = run_ranks_raw(one_dies, 3, victim, when, timeout=60, grace=40)
     assert outcomes[victim].status == "died"
-    assert outcomes[victim].exitcode == (0 if when == "exit" else -signal.SIGKILL)
+    assert outcomes[victim].exitcode == (0 if when == "leaving" else -signal.SIGKILL)
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.status == "ok", outcome.traceback
-            assert "rank" in outcome.value or "connection to a peer broke" in outcome.value
+            assert outcome.value.startswith("rank 0, or the launcher" if victim == 0 else f"rank {victim} is lost: ")
+            assert "\n" not in outcome.value
 
 
-@pytest.mark.xfail(strict=True, reason="a broken connection is not waited on until the heartbeat can know whose it was")
-def test_a_killed_rank_is_named_although_the_timeout_is_long():
-    outcomes = run_ranks_raw(one_dies, 3, 1, "before", 60.0, timeout=30, grace=20)
-    for rank in (0, 2):
-        assert outcomes[rank].status == "ok", outcomes[rank].traceback
-        assert "rank 1 is lost" in outcomes[rank].value
+def dies_inside_start(rank, n):
+    if rank == 1:
+        communicator._new_group = lambda *args: os._exit(3)
+    c = Communicator(timeout=1, grace=0.2)
+    try:
+        c.start()
+    finally:
+        c.close()
+
+
+def test_a_rank_that_dies_inside_start_does_not_leave_the_others_there():
+    survivor, dead = run_ranks_raw(dies_inside_start, 2, timeout=60, grace=40)
+    assert (dead.status, dead.exitcode) == ("died", 3)
+    assert survivor.status in ("died", "error"), str(survivor) + survivor.traceback
+    assert survivor.status == "error" or survivor.exitcode == 1
 
 
 def one_stops(rank, n, victim, folder):
@@ -502,43 +623,67 @@ def one_stops(rank, n, victim, folder):
 
 
 def test_a_stopped_rank_is_lost_after_the_timeout(tmp_path):
-    outcomes = run_ranks_raw(one_stops, 3, 1, str(tmp_path), timeout=30, grace=20)
+    outcomes = run_ranks_raw(one_stops, 3, 1, str(tmp_path), timeout=60, grace=40)
     assert [o.status for o in outcomes] == ["ok", "died", "ok"], [str(o) + o.traceback for o in outcomes]
     assert outcomes[0].value == outcomes[2].value == "rank 1 is lost: no heartbeat for 2 s"
 
 
-@pytest.mark.xfail(strict=True, reason="a heartbeat that is stuck in the store of a stopped rank is watched by nobody")
 def test_a_stopped_rank_is_lost_although_it_hosts_the_store(tmp_path):
-    outcomes = run_ranks_raw(one_stops, 2, 0, str(tmp_path), timeout=12, grace=10)
+    outcomes = run_ranks_raw(one_stops, 2, 0, str(tmp_path), timeout=60, grace=40)
     assert [o.status for o in outcomes] == ["died", "ok"], [str(o) + o.traceback for o in outcomes]
+    assert outcomes[1].value.startswith("rank 0, or the launcher that hosts the store, is lost")
 
 
-def blocked_elsewhere(rank, n, victim):
-    c = Communicator(timeout=1, grace=0.5)
+def blocked_elsewhere(rank, n):
+    """Rank 1 fails while rank 0 is in a collective of somebody else's."""
+    c = Communicator(grace=0.2)
     c.start()
-    pid = torch.tensor([os.getpid() if rank == victim else 0])
-    dist.all_reduce(pid)
-    if rank == victim:
-        # Killed in the end by a helper of its own: the peers do not live long enough.
-        os.kill(os.getpid(), signal.SIGSTOP)
-    subprocess.Popen(["sh", "-c", f"sleep 5; kill -9 {int(pid)}"], start_new_session=True)
-    dist.barrier()
+    pids = [torch.empty(1, dtype=torch.int64) for _ in range(n)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == 0:
+        dist.barrier()
+    c.abort(ValueError("boom"))
+    assert eventually(lambda: not psutil.pid_exists(int(pids[0])))
+    c.close()
 
 
 def test_a_rank_that_is_blocked_elsewhere_when_a_peer_is_lost_is_ended_with_a_non_zero_code():
-    outcomes = run_ranks_raw(blocked_elsewhere, 2, 1, timeout=30, grace=20)
+    outcomes = run_ranks_raw(blocked_elsewhere, 2, timeout=60, grace=40)
     assert (outcomes[0].status, outcomes[0].exitcode) == ("died", 1), outcomes[0].traceback
-    assert outcomes[1].status == "died"
+    assert outcomes[1].status == "ok", outcomes[1].traceback
+
+
+def blocked_after_the_loss(rank, n, folder):
+    """Rank 1 is stopped, for good; rank 0 is told so, gives up, and is then blocked by a callback that communicates."""
+    c = Communicator(timeout=1)
+    c.start()
+    c._watchdog = Watchdog(rank, grace=LIMIT, patience=0.2)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(PeerLost) as caught:
+        c.mean_([torch.ones(3)], 1 / n, about()).wait()
+    c.abort(caught.value)
+    (Path(folder) / "told").write_text(str(caught.value))
+    dist.barrier()
+    c.close()
+
+
+def test_a_rank_that_is_blocked_after_it_was_told_of_a_loss_is_ended_with_a_non_zero_code(tmp_path):
+    outcomes = run_ranks_raw(blocked_after_the_loss, 2, str(tmp_path), timeout=60, grace=0.1)
+    assert (outcomes[0].status, outcomes[0].exitcode) == ("died", 1), outcomes[0].traceback
+    assert outcomes[1].status == "timeout"  # stopped until it was killed in the end
+    assert (tmp_path / "told").read_text() == "rank 1 is lost: no heartbeat for 1 s"
 
 
 def slow_but_alive(rank, n):
-    with communicating(timeout=4) as c:
+    with communicating(timeout=2) as c:
         x = torch.full((3,), float(rank))
         resume = None
         if rank == 0:
-            time.sleep(1.5)  # three beats
+            time.sleep(1.25 * c.timeout)
         if rank == 1:
-            resume = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            resume = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         c.mean_([x], 1 / n, about()).wait()
         assert (x == (n - 1) / 2).all()
@@ -548,25 +693,6 @@ def slow_but_alive(rank, n):
 
 def test_a_slow_rank_and_one_that_is_stopped_for_a_moment_are_not_lost():
     run_ranks(slow_but_alive, 3, timeout=30)
-
-
-LOST_THEN_CLOSED = """
-import time, torch.distributed as dist
-from lightning_cocod.comm import Communicator, PeerLost
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-c = Communicator(grace=0.2)
-c.world_size = 2  # as if: the thread and the heartbeat's callback are real
-c._thread = __import__("lightning_cocod.comm.thread").comm.thread.CommunicationThread("t")
-c._lost(PeerLost("rank 1 is lost"))
-c.close()
-time.sleep(1)
-"""
-
-
-@pytest.mark.xfail(strict=True, reason="close does not call the watchdog off")
-def test_the_watchdog_does_not_end_a_process_that_has_closed():
-    ended = subprocess.run([sys.executable, "-c", LOST_THEN_CLOSED], timeout=60, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
 
 
 FORGETFUL = """
@@ -579,7 +705,6 @@ message = c.mean_([torch.ones(3_000_000)], 0.5, Subject("test", "round", 0))
 """
 
 
-@pytest.mark.xfail(strict=True, reason="the communication thread is torn out of the transport: terminate called, code 134")
 def test_a_process_that_ends_without_close_and_with_a_message_in_flight_ends_well():
     port = str(free_port())
     processes = [
@@ -591,7 +716,7 @@ def test_a_process_that_ends_without_close_and_with_a_message_in_flight_ends_wel
         for rank in range(2)
     ]
     try:
-        assert [p.wait(60) for p in processes] == [0, 0]
+        assert [p.wait(120) for p in processes] == [0, 0]
     finally:
         for p in processes:
             p.kill()

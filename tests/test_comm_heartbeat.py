@@ -306,7 +306,7 @@ def test_a_blocked_store_is_not_blamed_for_the_time_in_which_nobody_ran(store, c
             store.frozen.clear()
             clock.now += 3600.0
             looks = clock.looks
-            assert b.eventually(lambda me: me.loss or clock.looks > looks + 10)  # noqa: B023
+            assert b.eventually(lambda me: me.loss or clock.looks > looks + 10)
             store.frozen.set()
             assert b.beats(1)
         assert b.loss == []
