@@ -448,10 +448,12 @@ def leaving_a_failed_peer(rank, n):
     if rank == 1:
         c.abort(ValueError("boom"))
         c.close()
+        dist.barrier()
         return None
     with pytest.raises(PeerLost) as caught:
         c.close()
     c.close()
+    dist.barrier()  # rank 0 hosts the store
     return str(caught.value)
 
 
@@ -513,7 +515,7 @@ def one_aborts(rank, n):
     c.abort(caught.value)
     c.close()
     assert eventually(lambda: not any(t.name == "watchdog" for t in threading.enumerate()))  # called off: this process lives
-    dist.barrier()  # rank 0 hosts the store: were it to leave now, the others might hear of that first
+    dist.barrier()  # rank 0 hosts the store
     return str(caught.value)
 
 
@@ -560,7 +562,13 @@ def dying_while(doing):
     collectives.dist.all_reduce = all_reduce
 
 
-def one_dies(rank, n, victim, when):
+def stay_until_all_know(rank, n, folder):
+    """Rank 0 hosts the store: were it to leave now, the others might hear of that first."""
+    (Path(folder) / str(rank)).touch()
+    assert eventually(lambda: len(list(Path(folder).iterdir())) == n - 1)
+
+
+def one_dies(rank, n, victim, when, folder):
     c = Communicator(timeout=60, grace=LIMIT)
     c.start()
     x = torch.ones(500_000)
@@ -571,12 +579,13 @@ def one_dies(rank, n, victim, when):
     with pytest.raises(PeerLost) as caught:
         c.mean_([x], 1 / n, about()).wait()
     c.close()  # waits for nobody
+    stay_until_all_know(rank, n, folder)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(("when", "victim"), [("sending", 1), ("reducing", 2), ("leaving", 0)], ids=lambda v: str(v))
-def test_a_rank_that_dies_is_named_by_all_others_although_the_timeout_is_long(when, victim):
-    outcomes = run_ranks_raw(one_dies, 3, victim, when, timeout=60, grace=40)
+def test_a_rank_that_dies_is_named_by_all_others_although_the_timeout_is_long(when, victim, tmp_path):
+    outcomes = run_ranks_raw(one_dies, 3, victim, when, str(tmp_path), timeout=60, grace=40)
     assert outcomes[victim].status == "died"
     assert outcomes[victim].exitcode == (0 if when == "leaving" else -signal.SIGKILL)
     for outcome in outcomes:
@@ -615,9 +624,8 @@ def one_stops(rank, n, victim, folder):
     with pytest.raises(PeerLost) as caught:
         c.mean_([x], 1 / n, about()).wait()
     c.close()
-    (Path(folder) / str(rank)).touch()
+    stay_until_all_know(rank, n, folder)
     if rank == (victim + 1) % n:
-        assert eventually(lambda: len(list(Path(folder).iterdir())) == n - 1)
         os.kill(int(pid), signal.SIGKILL)
     return str(caught.value)
 
@@ -677,11 +685,11 @@ def test_a_rank_that_is_blocked_after_it_was_told_of_a_loss_is_ended_with_a_non_
 
 
 def slow_but_alive(rank, n):
-    with communicating(timeout=2) as c:
+    with communicating(timeout=3) as c:
         x = torch.full((3,), float(rank))
         resume = None
         if rank == 0:
-            time.sleep(1.25 * c.timeout)
+            time.sleep(c.timeout + 0.5)
         if rank == 1:
             resume = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -92,6 +92,7 @@ class Rank:
 
     def falls_silent(self):
         self.heartbeat._publish = lambda: None
+        assert self.beats(2)  # whatever was being published is out
 
     def speaks_again(self):
         del self.heartbeat._publish
@@ -247,6 +248,7 @@ def test_ranks_that_were_all_suspended_together_do_not_accuse_each_other(store, 
     with ranks(store, 2, timeout=5) as (a, b):
         assert a.eventually(lambda me: len(me.notes) == 2)
         b.falls_silent()  # b is stopped, like a: by Ctrl-Z for example
+        assert a.beats(2)
         clock.now += 3600.0  # an hour later both are continued, and a is the first to look
         assert a.beats(3)
         assert a.loss == []
@@ -259,6 +261,7 @@ def test_a_rank_that_was_suspended_itself_judges_again_afterwards(store, clock):
     with ranks(store, 2, timeout=0.3) as (a, b):
         assert a.eventually(lambda me: len(me.notes) == 2)
         b.falls_silent()
+        assert a.beats(2)
         clock.now += 3600.0
         assert a.beats(3)
         a.receive = clock.tick
@@ -271,6 +274,7 @@ def test_a_rank_that_was_suspended_judges_nobody_for_that_time_even_with_a_short
     with ranks(store, 2, timeout=3 * TICK) as (a, b):
         assert a.eventually(lambda me: len(me.notes) == 2)
         b.falls_silent()
+        assert a.beats(2)
         clock.now += 3600.0
         assert a.beats(3)
         assert a.loss == []
