@@ -32,6 +32,7 @@ def launch(config: Config, ranks: int) -> dict[str, Any]:
         torch.distributed.elastic.multiprocessing.SignalException: this process was told to stop.
     """
     quiet_launcher()
+    print(f"starting {ranks} rank{'s' if ranks > 1 else ''} ...", flush=True)
     with tempfile.TemporaryDirectory() as failures:
         settings = LaunchConfig(
             min_nodes=1,

@@ -75,7 +75,7 @@ def job(cfg: DictConfig) -> float | None:
         _complain(str(error))
         summary = {"error": str(error)}
     except SignalException as error:
-        _complain(f"stopped by {error.sigval.name}")
+        _complain(f"stopped by {error.sigval.name}; what was written until then lies in {folder}")
         sys.exit(128 + error.sigval)
     if summary is None:  # a launcher's rank other than 0
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
@@ -31,6 +32,7 @@ from lightning_cocod.strategies.stepper import Stepper
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_LOCAL_AVERAGE: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # Lightning has it since 2.6
 _DDP_ONLY = {
     "find_unused_parameters": "parameters without a gradient are allowed anyway",
     "static_graph": "there is no DDP reducer whose graph could be static",
@@ -149,6 +151,7 @@ class AlgorithmStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._refuse_local_averages(trainer)
         assert self.model is not None
         communicator = Communicator(
             self.root_device,
@@ -272,6 +275,13 @@ class AlgorithmStrategy(DDPStrategy):
             lambda: callbacks.remove(last),
             lambda: delattr(validation, "run"),
         ]
+
+    def _refuse_local_averages(self, trainer: pl.Trainer) -> None:
+        if self.world_size > 1 and any(isinstance(c, _LOCAL_AVERAGE) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "WeightAveraging and EMAWeightAveraging average one rank's replica and would evaluate another model on each "
+                "rank; use StochasticWeightAveraging, or strategy='ddp'"
+            )
 
     def _refuse_scaled_warm_up(self, algorithm: Algorithm) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None and algorithm.when.synchronous(0):

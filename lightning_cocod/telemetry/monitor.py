@@ -27,7 +27,8 @@ class CommunicationMonitor(Callback):
         every_n_steps: optimizer steps between two rows.
 
     Attributes:
-        summary: the same metrics over the whole fit, on every rank, once training has ended.
+        summary: the same metrics over the whole fit, on every rank, once training has ended. Where the ranks are other
+            processes than the script's (``_spawn``, ``_fork``, ``_notebook``), it stays there.
 
     Raises:
         ValueError: every_n_steps is not a whole number of at least 1.
