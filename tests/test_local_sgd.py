@@ -136,7 +136,6 @@ def test_before_the_next_average_the_consensus_has_the_weights_of_the_round_unde
     assert distance(ranks[0].consensus[5], old @ positions(ranks)[5]) < TOL
 
 
-@pytest.mark.xfail(strict=True, reason="until the next average the weights are those of the last one")
 @pytest.mark.parametrize("n", [2, 4])
 def test_in_a_round_with_new_weights_consensus_and_end_have_them_too(n):
     ranks, new = paths(n)["reweighed"], unequal(n)[::-1]  # the rounds from 6 on have the new weights

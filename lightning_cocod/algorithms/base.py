@@ -136,7 +136,8 @@ class Algorithm:
             What ``update`` returns.
         """
         if update is not None:
-            return update()
+            with self._hooks.paused() if self._hooks else nullcontext():
+                return update()
         if scaler is not None and scaler.is_enabled() and self.when.synchronous(self.t):
             raise ValueError(
                 "synchronous warm-up steps and a gradient scaler do not go together: each rank's scaler decides on its own "
@@ -280,7 +281,8 @@ class Algorithm:
         return [p for p in members if p in self._trainable]
 
     def _replica(self) -> list[Tensor]:
-        return [p.detach() for p in self._parameters()] + list(self.model.buffers())
+        parameters = dict.fromkeys([*self._parameters(), *self.model.parameters()])  # those that no optimizer moves as well
+        return [p.detach() for p in parameters] + list(self.model.buffers())
 
     @torch.no_grad()
     def _become_consensus(self, kind: str) -> None:

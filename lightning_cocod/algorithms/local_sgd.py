@@ -68,3 +68,4 @@ class LocalSGD(Algorithm):
         if not first:
             self._merged = self.comm.mean_([p.detach() for p in self.x], self.w, self.subject("round"), measured=True)
             self._merged.wait()
+        self.weights = self._round_weights  # nothing is in flight: what is averaged next is the round that begins

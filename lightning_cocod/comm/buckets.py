@@ -96,8 +96,8 @@ class Layout:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def pieces(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Views of the tensors' memory, one list a bucket. Kept for as long as the tensors stay where they are."""
+    def pieces(self, tensors: Sequence[Tensor], *, keep: bool = True) -> list[list[Tensor]]:
+        """Views of the tensors' memory, one list a bucket. ``keep`` them, and so the memory, for the next call."""
         key = tuple(t.data_ptr() for t in tensors)
         if self._cache[0] != key:
             if [_form(t) for t in tensors] != self._forms:
@@ -107,6 +107,8 @@ class Layout:
                 [flat[p.index][p.start : p.stop] if flat[p.index].dim() == 1 else flat[p.index] for p in bucket]
                 for bucket in self._pieces
             ]
+            if not keep:
+                return views
             self._cache = (key, views)
         return self._cache[1]
 

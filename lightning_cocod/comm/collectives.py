@@ -6,6 +6,7 @@ cost more than the arithmetic on them.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
+from lightning_cocod.comm.waiting import finish
 
 IN_FLIGHT = 2
 """Buckets at work: one in the transport while the other is filled or emptied."""
@@ -57,7 +59,7 @@ class _InPlace:
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
         self.layout = layout
-        self._pieces = layout.pieces(tensors)
+        self._pieces = layout.pieces(tensors, keep=False)  # gradients come and go
 
     def contents(self, bucket: int) -> list[Tensor]:
         """Views of the tensors."""
@@ -198,14 +200,13 @@ def _together(norms: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch) -> None:
-    """All buckets, in order, ``IN_FLIGHT`` of them at a time."""
+def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event) -> None:
+    """All buckets, in order, ``IN_FLIGHT`` of them at a time, until communication is ``over``."""
     at_work: deque[tuple[int, Tensor, dist.Work]] = deque()
 
     def finish_oldest() -> None:
         bucket, memory, work = at_work.popleft()
-        with transport():
-            work.wait()
+        finish(work, group, over)
         collective.drain(bucket, memory)
 
     for bucket in range(len(collective.layout)):

@@ -20,13 +20,14 @@ from lightning_cocod.comm import collectives
 from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
-from lightning_cocod.comm.errors import CommunicationError, PeerLost, TransportError, first_line, transport
+from lightning_cocod.comm.errors import CommunicationError, GivenUp, PeerLost, TransportError, first_line, transport
 from lightning_cocod.comm.header import NONFINITE, Header, exchange, size_of
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle
+from lightning_cocod.comm.waiting import abandon, finish
 from lightning_cocod.comm.watchdog import Watchdog
 
 _VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
@@ -154,6 +155,7 @@ class Communicator:
         self._samples_heard = [0] * self.world_size
         self._loss = threading.Event()
         self._closing = False
+        self._under_way = False  # an operation of a group was given up: the group cannot be destroyed
         self._thread: CommunicationThread | None = None
         self._heartbeat: Heartbeat | None = None
         self._connections = Connections()
@@ -165,6 +167,7 @@ class Communicator:
         """Make the heartbeat, the groups and the thread. Collective: every rank calls it at the same place."""
         if self.world_size == 1 or self._thread is not None:
             return
+        self._under_way = False
         self._closing, self._loss, self._watchdog = False, threading.Event(), Watchdog(self.rank, self.grace)
         self._thread = CommunicationThread(f"communication of rank {self.rank}")
         atexit.register(self._at_exit)
@@ -202,16 +205,18 @@ class Communicator:
         atexit.unregister(self._at_exit)
         lost = self._farewell(self._thread)
         self._closing = True
-        ended = self._thread.close(timeout=0.0 if lost else _VERDICT)
-        if not ended:
+        if lost is not None:
+            self._loss.set()
             self._connections.cut()
-            ended = self._thread.close(timeout=_VERDICT + 1.0)
+        ended = self._thread.close(timeout=_VERDICT + 2.0)
         if self._heartbeat is not None:
             self._heartbeat.close(timeout=2.0)
         self._heartbeat, self._thread = None, None
-        if ended:  # destroying a group with an operation under way would block
-            for group in reversed(self._groups):
+        for group in reversed(self._groups):
+            if ended and not self._under_way:
                 dist.destroy_process_group(group)
+            else:
+                abandon(group)
         self._groups = []
         known = self._watchdog.was_noticed
         self._watchdog.over()
@@ -248,7 +253,8 @@ class Communicator:
 
         def all_here() -> None:
             with transport():
-                dist.barrier(self._groups[0])
+                work = dist.barrier(self._groups[0], async_op=True)
+            finish(work, self._groups[0], self._loss)
             self._closing = True  # from here on a peer may be gone
 
         try:
@@ -312,6 +318,7 @@ class Communicator:
             try:
                 work()
             except TransportError as error:
+                self._under_way |= isinstance(error, GivenUp)
                 raise self._explain(error, what) from None
 
         return thread.submit(explained)
@@ -324,11 +331,11 @@ class Communicator:
             subject.algorithm, subject.kind, subject.step, layout.fingerprint, layout.nbytes, flags, self.samples
         )
         report.listening = time.perf_counter()
-        headers = exchange(header, self._groups[0])
+        headers = exchange(header, self._groups[0], self._loss)
         self._samples_heard = [h.samples for h in headers]
         report.announced = time.perf_counter()
         begun = self.lane.mark()
-        collectives.run(collective, self._groups[-1], self._scratch)
+        collectives.run(collective, self._groups[-1], self._scratch, self._loss)
         arrived = self.lane.mark()
         numbers = None
         if size is not None and (distance := collective.distance()) is not None:

@@ -26,6 +26,10 @@ class TransportError(RuntimeError):
     """What the transport raised: internal, until it is known whose connection broke."""
 
 
+class GivenUp(TransportError):
+    """An operation that was still under way when communication ended: nobody waits for it any more."""
+
+
 @contextmanager
 def transport() -> Iterator[None]:
     """Marks calls into the transport, so that no other error is taken for a broken connection."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage, transport
+from lightning_cocod.comm.waiting import finish
 
 _NAME = 24
 _FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqq")
@@ -70,8 +72,13 @@ def size_of(world_size: int) -> int:
     return _FORMAT.size * (world_size - 1)
 
 
-def exchange(mine: Header, group: dist.ProcessGroup) -> list[Header]:
+def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> list[Header]:
     """Wait for every worker's header and compare.
+
+    Args:
+        mine: this worker's.
+        group: to gather in.
+        over: set once communication has ended: nobody waits longer then.
 
     Returns:
         The headers in the order of ranks.
@@ -82,9 +89,11 @@ def exchange(mine: Header, group: dist.ProcessGroup) -> list[Header]:
     """
     rank, world_size = group.rank(), group.size()
     everyone = [torch.empty(_FORMAT.size, dtype=torch.uint8) for _ in range(world_size)]
+    packed = mine.pack()
     with transport():
-        dist.all_gather(everyone, mine.pack(), group=group)
-    headers = [Header.unpack(packed.numpy().tobytes()) for packed in everyone]
+        work = dist.all_gather(everyone, packed, group=group, async_op=True)
+    finish(work, group, over)
+    headers = [Header.unpack(theirs.numpy().tobytes()) for theirs in everyone]
     for other, header in enumerate(headers):
         if header._agreed != mine._agreed:
             raise MessageMismatch(

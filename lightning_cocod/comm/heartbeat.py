@@ -60,9 +60,11 @@ class Heartbeat:
         self._absent = set(self._keys)
         self._failure: str | None = None
         self._count = 0
+        self._note: Note = {}
         self._answered = time.monotonic()
         self._wake, self._stop = threading.Event(), threading.Event()
         self._told = threading.Lock()
+        self._note = compose()
         self._publish()
         self._threads = [
             threading.Thread(target=self._run, name=f"heartbeat of rank {rank}", daemon=True),
@@ -92,7 +94,7 @@ class Heartbeat:
 
     def _publish(self) -> None:
         self._count += 1
-        beat = {"count": self._count, "failure": self._failure, "closed": self._stop.is_set(), "note": self._compose()}
+        beat = {"count": self._count, "failure": self._failure, "closed": self._stop.is_set(), "note": self._note}
         self._store.set(self._keys[self.rank], json.dumps(beat))
 
     def _read(self) -> dict[int, dict[str, Any]]:
@@ -107,6 +109,8 @@ class Heartbeat:
         except Exception as error:  # this rank would be deaf and mute from here on: that must not pass in silence
             self._failure = self._failure or f"{type(error).__name__}: {first_line(error)}"
             self._tell(PeerLost(f"the heartbeat of rank {self.rank} ended: {self._failure}"))
+        with contextlib.suppress(Exception):  # the last words go out even if there is nothing new to add
+            self._note = self._compose()
         with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody is left to read it
             self._publish()
 
@@ -116,9 +120,10 @@ class Heartbeat:
         while not self._stop.is_set():
             now = time.monotonic()
             # Time in which this process itself was suspended is no silence of the others'.
-            paused = max(0.0, now - last - _SILENT_BEATS * self.interval)
+            paused = self._pause(last, now)
             seen = {rank: (count, at + paused) for rank, (count, at) in seen.items()}
             last = now
+            self._note = self._compose()
             try:
                 self._publish()
                 beats = self._read()
@@ -140,12 +145,16 @@ class Heartbeat:
             self._wake.wait(self.interval / 10 if hurry else self.interval)
             self._wake.clear()
 
+    def _pause(self, last: float, now: float) -> float:
+        """The part of the time between two looks in which this process was suspended, as far as one can tell."""
+        return max(0.0, now - last - min(_SILENT_BEATS * self.interval, self.timeout / 2))
+
     def _guard(self) -> None:
         """A store whose host is stopped or cut off blocks the beat for ever; this thread never touches it."""
         last = time.monotonic()
         while not self._stop.wait(self.interval):
             now = time.monotonic()
-            self._answered += max(0.0, now - last - _SILENT_BEATS * self.interval)
+            self._answered += self._pause(last, now)
             last = now
             if not self._threads[0].is_alive():
                 return

@@ -93,16 +93,20 @@ class Ledger:
         """Add ``seconds()`` to a total as soon as it returns a number; None means that the device is not there yet."""
         with self._lock:
             self._unsettled.append((name, seconds))
+            self._settle()  # here as well: without a reader the list would grow for the whole run
 
     def totals(self) -> Totals:
         """A copy of the totals now. Never blocks on a device."""
         with self._lock:
-            waiting = []
-            for name, seconds in self._unsettled:
-                value = seconds()
-                if value is None:
-                    waiting.append((name, seconds))
-                else:
-                    setattr(self._totals, name, getattr(self._totals, name) + value)
-            self._unsettled = waiting
+            self._settle()
             return Totals(**vars(self._totals))
+
+    def _settle(self) -> None:
+        waiting = []
+        for name, seconds in self._unsettled:
+            value = seconds()
+            if value is None:
+                waiting.append((name, seconds))
+            else:
+                setattr(self._totals, name, getattr(self._totals, name) + value)
+        self._unsettled = waiting

@@ -14,6 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
+def _port(fd: int, *, listening: bool) -> int | None:
+    """Local port of a socket that listens, or of one that does not; None for any other."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as it:
+        internet = it.family in (socket.AF_INET, socket.AF_INET6)
+        if internet and bool(it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listening:
+            return int(it.getsockname()[1])
+    return None
+
+
 def _sockets() -> dict[int, int]:
     """File descriptor and inode of every open socket of this process; empty where there is no /proc."""
     found = {}
@@ -35,9 +44,12 @@ class Connections:
     @contextmanager
     def being_made(self) -> Iterator[None]:
         """Sockets that appear inside belong to the group."""
-        before = set(_sockets().values())
+        before = _sockets()
+        # On the rank that hosts the store, peers may connect to it meanwhile: their heartbeats are not ours to cut.
+        served = {_port(fd, listening=True) for fd in before} - {None}
         yield
-        self._made = {fd: inode for fd, inode in _sockets().items() if inode not in before}
+        made = {fd: inode for fd, inode in _sockets().items() if inode not in before.values()}
+        self._made = {fd: inode for fd, inode in made.items() if _port(fd, listening=False) not in served}
 
     def cut(self) -> None:
         """Shut down those that are still open. Listening sockets are left alone: Gloo ends the process over them."""

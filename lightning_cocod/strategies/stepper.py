@@ -20,9 +20,8 @@ class Stepper:
     """
 
     def __init__(self, optimizer: Optimizer, algorithm: Algorithm) -> None:
-        self.__class__ = type(type(optimizer).__name__, (type(self), type(optimizer)), {})
-        self.wrapped = optimizer
-        self._algorithm = algorithm
+        self.__dict__.update(wrapped=optimizer, _algorithm=algorithm)
+        object.__setattr__(self, "__class__", type(type(optimizer).__name__, (type(self), type(optimizer)), {}))
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The closure, then the algorithm's step. Returns the closure's result."""
@@ -32,3 +31,9 @@ class Stepper:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.wrapped, name, value)  # a gradient scaler leaves its scale on fused optimizers
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.wrapped, name)
