@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from support.ranks import run_ranks
-from support.toys import Toy, loader, trainer
+from support.toys import Toy, dataset, loader, trainer
 
 from lightning_cocod import CoCoDStrategy, CommunicationMonitor
 
@@ -105,7 +105,7 @@ def warm_up(rank, world):
 
 
 def test_the_period_is_the_one_in_force():
-    assert run_ranks(warm_up, 2, init=False)[0] == [1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 4, 4]
+    assert run_ranks(warm_up, 2, init=False)[0] == [1, 1, 2, 2, 2, 2, 4, 4, 4, 4, 4, 4]
 
 
 def no_synchronisation(rank, world, folder):
@@ -119,6 +119,30 @@ def no_synchronisation(rank, world, folder):
 
 def test_the_monitor_never_synchronises_a_device(tmp_path):
     run_ranks(no_synchronisation, 2, tmp_path, init=False)
+
+
+class Opaque:
+    def __init__(self, items):
+        self.x, self.y = (torch.stack(column) for column in zip(*items, strict=True))
+
+
+class TakesOpaque(Toy):
+    def loss(self, batch):
+        return super().loss((batch.x, batch.y))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+def opaque(rank, world):
+    monitor = CommunicationMonitor(every_n_steps=2)
+    batches = torch.utils.data.DataLoader(dataset(), batch_size=8, collate_fn=Opaque)
+    trainer("cocod", world, callbacks=[monitor], max_epochs=1).fit(TakesOpaque(), batches)
+    return monitor.summary["throughput/samples_per_sec"]
+
+
+def test_batches_that_cannot_be_measured_do_not_stop_training():
+    assert run_ranks(opaque, 2, init=False) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True])

@@ -399,3 +399,21 @@ def test_torchrun_trains_and_exits_with_zero(tmp_path):  # field report 18
     done = subprocess.run(launch, cwd=tmp_path, env=environment(), timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"end{rank}").read_text() for rank in range(2)] == ["ended well"] * 2
+
+
+def by_hand(rank, world):
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with CoCoD(net, optimizer, period=2, warmup_steps=2) as cocod:
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(torch.randn(4, 3)).pow(2).mean().backward()
+            cocod.before_step()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            cocod.step(optimizer.step)
+            cocod.after_step()
+        return cocod.t
+
+
+def test_the_verbs_by_hand_count_each_step_once():
+    assert run_ranks(by_hand, 2) == [5, 5]

@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.ranks import run_ranks
 from support.toys import Toy, flat, loader, trainer
 
+from lightning_cocod import CommunicationMonitor
+
 COLLECTIVES = [
     "all_gather",
     "all_gather_object",
@@ -54,7 +56,8 @@ def collectives_in_batches(rank, world, strategy, folder):
         count = CountWorldCollectives(lambda name, value: patch.setattr(dist, name, value))
         save = ModelCheckpoint(folder, train_time_interval=timedelta(hours=1))
         options = {"max_time": "00:01:00:00", "max_epochs": 1, "enable_checkpointing": True}
-        trainer(strategy, world, callbacks=[count, save], **options).fit(Toy(), loader())
+        monitor = CommunicationMonitor(every_n_steps=1)
+        trainer(strategy, world, callbacks=[count, save, monitor], **options).fit(Toy(), loader())
         return count.calls
 
 
@@ -108,6 +111,38 @@ def test_a_stop_on_one_rank_stops_all_after_the_same_step(who, strategy):
     assert first["last"] == second["last"] > 3
     assert first["ended"] == second["ended"] == "stopped"
     assert torch.equal(first["end"], second["end"])
+
+
+class ModuleStops(Toy):
+    """Rank 1 alone wants to stop, in a hook of the module: one that comes after all callbacks."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.steps = 0
+        setattr(self, hook, self.stop)
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def stop(self, *_):
+        if self.trainer.global_rank == 1 and not self.trainer.sanity_checking:
+            self.trainer.should_stop = True
+
+
+def stop_in_module(rank, world, hook):
+    model = ModuleStops(hook)
+    trainer("cocod", world, max_epochs=1000).fit(model, loader(), loader(shuffle=False))
+    return model.steps
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"), [("on_train_batch_end", None), ("on_validation_end", 6), ("on_train_epoch_end", 6)]
+)
+def test_a_stop_in_any_hook_of_the_module_stops_all_ranks_together(hook, expected):
+    first, second = run_ranks(stop_in_module, 2, hook, init=False)
+    assert first == second
+    assert expected in (None, first)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -178,8 +213,8 @@ def put_back(rank, world):
     t = trainer("cocod", world, max_epochs=1, max_time="00:01:00:00")
     callbacks = list(t.callbacks)
     t.fit(Toy(), loader(), loader(shuffle=False))
-    replaced = [t.fit_loop.epoch_loop, t.fit_loop.epoch_loop.val_loop, t._signal_connector, *t.callbacks]
-    names = {"_broadcast_sigterm_tensor", "run", "_sigterm_notifier_fn", "on_train_batch_end"}
+    replaced = [t.fit_loop, t.fit_loop.epoch_loop, t.fit_loop.epoch_loop.val_loop, t._signal_connector, *t.callbacks]
+    names = {"_broadcast_sigterm_tensor", "run", "advance", "on_advance_end", "_sigterm_notifier_fn", "on_train_batch_end"}
     assert t.callbacks == callbacks
     assert not any(names & set(vars(owner)) for owner in replaced)
 

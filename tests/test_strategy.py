@@ -249,6 +249,61 @@ def test_averages_of_one_replica_are_refused():
     run_ranks(local_average, 2, init=False)
 
 
+class Fused(Toy):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, fused=True)
+
+
+def fused(rank, world, strategy):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    model = Fused(dropout=0.0)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**14))
+    options = {"max_steps": 3, "use_distributed_sampler": False}
+    trainer(strategy, world, plugins=[plugin], **options).fit(model, loader(shuffle=False))
+    return parameters(model)
+
+
+def test_a_fused_optimizer_sees_the_scale_of_its_gradients():
+    ((ours,), (ddp,)) = (run_ranks(fused, 1, strategy, init=False) for strategy in ("cocod", "ddp"))
+    assert torch.equal(ours, ddp)
+
+
+class Teacher(Toy):
+    """A second network that no optimizer moves: it follows the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = torch.nn.Linear(6, 12).requires_grad_(False)
+
+    def on_train_batch_end(self, *_):
+        for theirs, mine in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            theirs.data.lerp_(mine.data, 0.5)
+
+
+def test_parameters_that_no_optimizer_moves_are_part_of_the_consensus():
+    assert_consensus_at_end(run_ranks(fit, 2, "cocod", {}, False, Teacher, init=False))
+
+
+def resumed(rank, world, folder):
+    steps = []
+
+    class Steps(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            steps.append(trainer.strategy.algorithm.t)
+
+    first = trainer(CoCoDStrategy(warmup_steps=5), world, max_epochs=1)
+    first.fit(Toy(), loader())
+    first.save_checkpoint(folder / "end.ckpt")
+    again = trainer(CoCoDStrategy(warmup_steps=5), world, max_epochs=2, callbacks=[Steps()])
+    again.fit(Toy(), loader(), ckpt_path=folder / "end.ckpt")
+    return steps
+
+
+def test_a_resumed_run_goes_on_counting_steps(tmp_path):
+    assert run_ranks(resumed, 2, tmp_path, init=False)[0] == [6, 7, 8, 9, 10, 11]
+
+
 class OwnWeights(Toy):
     def __init__(self, seed):
         super().__init__()

@@ -18,7 +18,7 @@ schedules = st.dictionaries(st.integers(1, 60), periods, max_size=4).flatmap(
 def boundaries(when, steps):
     """The steps before whose forward a round begins."""
     rounds = Rounds(when)
-    return [t for t in range(steps + 1) if rounds.begins(t)]
+    return [t for t in range(steps + 1) if rounds.begin(t)]
 
 
 @given(periods, st.integers(0, 100))
@@ -58,15 +58,15 @@ def test_warm_ups_nest():
 def test_the_end_of_the_round_is_all_that_a_resumed_count_needs(lengths, warmup, stop, more):
     when = WarmUp(warmup, Schedule(lengths))
     first, second = Rounds(when), Rounds(when)
-    begins = [t for t in range(stop) if first.begins(t)]
+    begins = [t for t in range(stop) if first.begin(t)]
     second.ends = first.ends
-    begins += [t for t in range(stop, stop + more + 1) if second.begins(t)]
+    begins += [t for t in range(stop, stop + more + 1) if second.begin(t)]
     assert begins == boundaries(when, stop + more)
 
 
 def test_asking_twice_begins_one_round():
     rounds = Rounds(Every(2))
-    assert [rounds.begins(t) for t in (0, 0, 1, 2, 2)] == [True, False, False, True, False]
+    assert [rounds.begin(t) for t in (0, 0, 1, 2, 2)] == [True, False, False, True, False]
 
 
 def test_what_a_user_writes():

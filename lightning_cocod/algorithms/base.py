@@ -129,7 +129,8 @@ class Algorithm:
 
         Args:
             update: the user's optimizer step, called once. Without it, this is the whole step of a plain loop:
-                ``before_step``, every optimizer's step, ``after_step``.
+                ``before_step``, every optimizer's step, ``after_step``. To clip in between, call the three yourself:
+                ``before_step()``, clip, ``step(optimizer.step)``, ``after_step()``.
             scaler: of a plain loop in float16. It unscales, steps and updates in here, and a step that it skips counts.
 
         Returns:
@@ -199,7 +200,7 @@ class Algorithm:
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to continue, beside model and optimizer. Waits for a message in flight, folds nothing."""
         weights = [list(w) for w in (self.weights, self._round_weights, self._next_weights)]
-        return {"t": self.t, "round_ends": self.rounds.ends, "weights": weights}
+        return {"t": self.t, "round": (self.rounds.ends, self.rounds.length), "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. Call after ``start`` and before the next step, on every rank.
@@ -212,7 +213,7 @@ class Algorithm:
                 f"this state is one of {len(state['weights'][0])} workers, there are {self.comm.world_size}; "
                 "continue from the consensus model instead"
             )
-        self.t, self.rounds.ends = state["t"], state["round_ends"]
+        self.t, (self.rounds.ends, self.rounds.length) = state["t"], state["round"]
         self.weights, self._round_weights, self._next_weights = (list(w) for w in state["weights"])
 
     def reading(self) -> Reading:
@@ -230,7 +231,7 @@ class Algorithm:
         if self._merged is not None and (numbers := self._merged.numbers()) is not None:
             size, distance = numbers
             self._distance = distance / size if size > 0 else 0.0
-        period = 1 if self.when.synchronous(self.t) else self.when.period(self.t)
+        period = 1 if self.when.synchronous(self.t) else self.rounds.length or self.when.period(self.t)
         return {
             **self.reading().since(since or self._begun),
             "algo/period": float(period),
@@ -249,12 +250,12 @@ class Algorithm:
         """
         self._next_weights = _normalised(weights, self.comm.world_size)
 
+    # For the algorithms
+
     def begin_round(self) -> None:
         """A round has ended and another begins: what is sent now reports the one that ended, with its weights."""
         self.x = self._parameters()
         self.weights, self._round_weights = self._round_weights, self._next_weights
-
-    # For the algorithms
 
     @property
     def w(self) -> float:
@@ -322,7 +323,7 @@ class Algorithm:
             self.comm.abort(error)
             self.close()
             raise
-        self._hooks = StepHooks(self.optimizers, self.after_step, self._why_explicit())
+        self._hooks = StepHooks(self.optimizers, self.after_step, self._why_explicit)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -344,7 +345,7 @@ class Algorithm:
         """Why ``optimizer.step()`` alone is not enough in a plain loop, if it is not."""
         if len(self.optimizers) > 1:
             return "there are several optimizers"
-        if self.when.synchronous(0):
+        if self.when.synchronous(self.t):
             return "synchronous warm-up steps need the gradients before you clip them"
         return None
 

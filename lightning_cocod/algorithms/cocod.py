@@ -91,7 +91,7 @@ class CoCoD(Algorithm):
         self.S, self.A = None, None
 
     def _at_boundary(self) -> None:
-        if self.comm.world_size > 1 and self.rounds.begins(self.t):
+        if self.comm.world_size > 1 and self.rounds.begin(self.t):
             self._merge()
             self._launch()
 

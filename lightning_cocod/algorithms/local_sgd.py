@@ -62,7 +62,7 @@ class LocalSGD(Algorithm):
 
     def _at_boundary(self) -> None:
         first = self.rounds.ends is None  # all workers still have the same weights
-        if self.comm.world_size == 1 or not self.rounds.begins(self.t):
+        if self.comm.world_size == 1 or not self.rounds.begin(self.t):
             return
         self.begin_round()
         if not first:

@@ -15,10 +15,13 @@ class StepHooks:
     Args:
         optimizers: those of the loop.
         taken: what to call.
-        why_explicit: why ``optimizer.step()`` alone is not enough, if so; then calling it raises instead of going wrong.
+        why_explicit: tells why ``optimizer.step()`` alone is not enough at this step, if so; then calling it raises
+            instead of going wrong.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], taken: Callable[[], None], why_explicit: str | None) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], taken: Callable[[], None], why_explicit: Callable[[], str | None]
+    ) -> None:
         self._taken, self._why = taken, why_explicit
         self._paused = False
         self._handles = [opt.register_step_pre_hook(self._before) for opt in optimizers]
@@ -39,8 +42,8 @@ class StepHooks:
             self._paused = False
 
     def _before(self, *_: Any) -> None:
-        if not self._paused and self._why is not None:
-            raise RuntimeError(f"call step() of the algorithm instead of optimizer.step(): {self._why}")
+        if not self._paused and (why := self._why()) is not None:
+            raise RuntimeError(f"call step() of the algorithm instead of optimizer.step(): {why}")
 
     def _after(self, *_: Any) -> None:
         if not self._paused:

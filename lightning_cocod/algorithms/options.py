@@ -36,11 +36,17 @@ def positive(weights: Sequence[float] | None, world_size: int | None = None) -> 
     """
     if weights is None:
         return None
+    if isinstance(weights, str) or not isinstance(weights, Sequence):
+        raise ValueError(f"weights must be positive numbers, one for each rank, got {weights!r}")
     wrong_number = world_size is not None and len(weights) != world_size
-    if wrong_number or not all(math.isfinite(w) and w > 0 for w in weights):
+    if wrong_number or not all(_is_positive(w) for w in weights):
         count = "" if world_size is None else f"{world_size} "
         raise ValueError(f"weights must be {count}positive numbers, one for each rank, got {list(weights)}")
     return list(weights)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def no_codec(compression: str | None) -> None:

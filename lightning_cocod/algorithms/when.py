@@ -102,15 +102,17 @@ def as_when(period: int | Mapping[int, int] | When, warmup_steps: int = 0) -> Wh
 
 
 class Rounds:
-    """Counts the rounds of one run. Its only state is the step at which the current round ends."""
+    """Counts the rounds of one run. Its state is the current round: the step at which it ends, and its length."""
 
     def __init__(self, when: When) -> None:
         self.when = when
         self.ends: int | None = None
+        self.length: int | None = None
 
-    def begins(self, step: int) -> bool:
-        """Whether a round begins before the forward of this step, in which case it now has begun."""
+    def begin(self, step: int) -> bool:
+        """Begin a round before the forward of this step if one is due. Returns whether it has begun."""
         if self.when.synchronous(step) or (self.ends is not None and step < self.ends):
             return False
-        self.ends = step + self.when.period(step)
+        self.length = self.when.period(step)
+        self.ends = step + self.length
         return True

@@ -64,7 +64,7 @@ def job(cfg: DictConfig) -> float | None:
         for notice in unused_options(cfg, overrides):
             print(notice, file=sys.stderr, flush=True)
         summary = run(cfg)
-    except InputError as error:
+    except (InputError, ConnectionError) as error:  # a master that cannot be reached: its address was wrong input
         _complain(str(error))
         summary, code = {"error": str(error)}, WRONG_INPUT
     except OmegaConfBaseException as error:  # a group taken away with ~, an interpolation to nowhere

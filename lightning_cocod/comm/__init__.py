@@ -1,6 +1,6 @@
 """Moving tensors between workers. Knows no algorithm and no Lightning."""
 
-from lightning_cocod.comm.communicator import Communicator, Message, Subject
+from lightning_cocod.comm.communicator import Communicator, Message, Subject, seconds
 from lightning_cocod.comm.errors import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "NonFiniteMessage",
     "PeerLost",
     "Subject",
+    "seconds",
 ]

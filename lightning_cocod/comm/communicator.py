@@ -33,6 +33,17 @@ from lightning_cocod.comm.watchdog import Watchdog
 _VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
 
 
+def seconds(name: str, value: object) -> float:
+    """A time.
+
+    Raises:
+        ValueError: not a positive number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class Subject:
     """What a message is about.
@@ -115,6 +126,7 @@ class Communicator:
         device: of the tensors that travel.
         timeout: seconds without a heartbeat after which a peer counts as lost.
         process_group_timeout: seconds after which a collective fails although all peers live.
+        connect_timeout: seconds that ``start`` waits for a peer to appear.
         grace: seconds after a loss in which the training thread must come back to a verb, or the process is ended.
 
     Raises:
@@ -127,13 +139,13 @@ class Communicator:
         *,
         timeout: float = 60.0,
         process_group_timeout: float = 1800.0,
+        connect_timeout: float = 300.0,
         grace: float = 5.0,
     ) -> None:
-        for name, seconds in (("timeout", timeout), ("process_group_timeout", process_group_timeout)):
-            if not seconds > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
         self.device = torch.device(device)
-        self.timeout, self.process_group_timeout = timeout, process_group_timeout
+        self.timeout = seconds("timeout", timeout)
+        self.process_group_timeout = seconds("process_group_timeout", process_group_timeout)
+        self.connect_timeout = seconds("connect_timeout", connect_timeout)
         self.ledger = Ledger()
         self.samples = 0
         """Samples that this rank has trained on; the caller counts."""
@@ -177,6 +189,7 @@ class Communicator:
                 self.rank,
                 self.world_size,
                 timeout=self.timeout,
+                connect_timeout=self.connect_timeout,
                 compose=self._note,
                 receive=self._receive,
                 lost=self._lost,
@@ -233,6 +246,11 @@ class Communicator:
         self._thread.fail(CommunicationError(f"communication ended by {type(reason).__name__}: {first_line(reason)}"))
         self._loss.set()
         self._connections.cut()
+
+    @property
+    def failed(self) -> bool:
+        """Whether communication has ended by a failure, this rank's or a peer's."""
+        return self._thread is not None and self._thread.error is not None
 
     def check(self) -> None:
         """Raise if communication has failed. Cheap enough for every step."""

@@ -31,7 +31,8 @@ class Heartbeat:
         rank: this rank.
         world_size: number of ranks.
         timeout: seconds without a new note after which a peer counts as lost. Judged by the peer's counter and the local
-            clock only: the clocks of two machines are never compared. A peer that has not appeared yet is not judged.
+            clock only: the clocks of two machines are never compared.
+        connect_timeout: seconds from this rank's own start after which a peer that has never appeared counts as lost.
         interval: seconds between beats.
         compose: returns this rank's note.
         receive: gets every rank's latest note after each beat; returns whether the next beat should come soon.
@@ -45,12 +46,14 @@ class Heartbeat:
         world_size: int,
         *,
         timeout: float,
+        connect_timeout: float = 300.0,
         interval: float = 0.5,
         compose: Callable[[], Note],
         receive: Callable[[dict[int, Note]], bool],
         lost: Callable[[PeerLost], None],
     ) -> None:
         self.rank, self.timeout, self.interval = rank, timeout, interval
+        self._connect_timeout, self._born = connect_timeout, time.monotonic()
         self._compose, self._receive, self._lost = compose, receive, lost
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=timeout))
@@ -85,6 +88,8 @@ class Heartbeat:
 
     def close(self, timeout: float) -> None:
         """Publish a last time and end. Idempotent and bounded: a store that does not answer is left to the daemon."""
+        if self.rank == 0 and self._failure is not None:
+            self._stop.wait(2 * self.interval)  # the store may end with this process: let the peers read why first
         self._stop.set()
         self._wake.set()
         deadline = time.monotonic() + timeout
@@ -130,6 +135,9 @@ class Heartbeat:
             except RuntimeError as error:  # what torch's store raises
                 return self._tell(PeerLost(f"{_STORE_LOST} ({first_line(error)})"))
             self._answered = time.monotonic()
+            if self._absent and now - self._born > self._connect_timeout:
+                missing = ", ".join(str(rank) for rank, key in enumerate(self._keys) if key in self._absent)
+                return self._tell(PeerLost(f"rank {missing} has not appeared within {self._connect_timeout:g} s"))
             for rank, beat in beats.items():
                 if rank == self.rank:
                     continue

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm
-from lightning_cocod.comm import Communicator
+from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.strategies.quiet import QuietLoop
 from lightning_cocod.strategies.rendezvous import check_master
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _LOCAL_AVERAGE: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # Lightning has it since 2.6
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _DDP_ONLY = {
     "find_unused_parameters": "parameters without a gradient are allowed anyway",
     "static_graph": "there is no DDP reducer whose graph could be static",
@@ -54,7 +55,7 @@ class AlgorithmStrategy(DDPStrategy):
     Args:
         timeout: seconds without a heartbeat after which a peer counts as lost.
         process_group_timeout: seconds after which any collective fails although all peers live.
-        connect_timeout: seconds to wait for the master at start-up.
+        connect_timeout: seconds to wait for the master, and for the other ranks, at start-up.
         process_group_backend: ``gloo``, ``nccl``; by default the usual one of the device.
         start_method: ``popen``, ``spawn``, ``fork`` or ``forkserver``.
         **options: the other options of Lightning's ``ParallelStrategy``: ``accelerator``, ``parallel_devices``,
@@ -83,22 +84,17 @@ class AlgorithmStrategy(DDPStrategy):
         known = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
         if unknown := sorted(set(options) - known):
             raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
-        for name, seconds in (
-            ("timeout", timeout),
-            ("process_group_timeout", process_group_timeout),
-            ("connect_timeout", connect_timeout),
-        ):
-            if isinstance(seconds, timedelta) or not seconds > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+        if start_method not in _START_METHODS:
+            raise ValueError(f"start_method must be one of {', '.join(_START_METHODS)}, got {start_method!r}")
+        self._heartbeat_timeout = seconds("timeout", timeout)
+        self._process_group_timeout = seconds("process_group_timeout", process_group_timeout)
+        self._connect_timeout = seconds("connect_timeout", connect_timeout)
         super().__init__(
-            timeout=timedelta(seconds=process_group_timeout),
+            timeout=timedelta(seconds=self._process_group_timeout),
             process_group_backend=process_group_backend,
             start_method=start_method,  # type: ignore[arg-type]  # Lightning validates it
             **options,
         )
-        self._heartbeat_timeout = timeout
-        self._process_group_timeout = process_group_timeout
-        self._connect_timeout = connect_timeout
         self._algorithm: Algorithm | None = None
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
@@ -157,6 +153,7 @@ class AlgorithmStrategy(DDPStrategy):
             self.root_device,
             timeout=self._heartbeat_timeout,
             process_group_timeout=self._process_group_timeout,
+            connect_timeout=self._connect_timeout,
         )
         self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
         self._refuse_scaled_warm_up(self._algorithm)
@@ -168,7 +165,10 @@ class AlgorithmStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.algorithm.start(broadcast=False)  # done in configure_ddp; a resumed run has restored its weights since
+        assert self.lightning_module is not None
+        # A resumed run goes on from the consensus model, at the step at which it was saved.
+        self.algorithm.t = self.lightning_module.trainer.fit_loop.epoch_loop._batches_that_stepped
+        self.algorithm.start(broadcast=False)  # done in configure_ddp, and the same checkpoint was restored everywhere
 
     @override
     def teardown(self) -> None:
@@ -246,8 +246,11 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The consensus model's. Collective: all ranks call it."""
+        """The consensus model's. Collective: all ranks call it. After a failure nobody answers: this rank's replica's."""
         if self._algorithm is None:
+            return super().lightning_module_state_dict()
+        if self._algorithm.comm.failed:
+            rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
             return super().lightning_module_state_dict()
         with self._algorithm.consensus():
             state = super().lightning_module_state_dict()
@@ -257,22 +260,22 @@ class AlgorithmStrategy(DDPStrategy):
 
     def _enter_calendar(self, trainer: pl.Trainer, algorithm: Algorithm, quiet: QuietLoop) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
-        first, last = _First(self, algorithm, quiet), _Last(quiet)
+        first = _First(self, algorithm, quiet)
         quiet.install()
         callbacks.insert(0, first)
-        callbacks.append(last)
         validation = trainer.fit_loop.epoch_loop.val_loop
         run = validation.run
 
         def run_on_consensus() -> Any:
             with self.evaluating():
-                return run()
+                result = run()
+            quiet.decide_together()
+            return result
 
         validation.run = run_on_consensus  # type: ignore[method-assign]
         self._undo += [
             quiet.remove,
             lambda: callbacks.remove(first),
-            lambda: callbacks.remove(last),
             lambda: delattr(validation, "run"),
         ]
 
@@ -328,17 +331,6 @@ class _First(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._strategy.abort(exception)
-
-
-class _Last(Callback):
-    """Comes after every other callback."""
-
-    def __init__(self, quiet: QuietLoop) -> None:
-        self._quiet = quiet
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._quiet.on_batch_end()
 
 
 def _copy(value: Any) -> Any:

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 STOP, SIGTERM = "stop", "SIGTERM"
 
 
+def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = first(*args, **kwargs)
+        second()
+        return result
+
+    return both
+
+
 class QuietLoop:
     """Takes the collectives out of the trainer's batches and puts them back.
 
@@ -40,7 +49,10 @@ class QuietLoop:
     def install(self) -> None:
         """Replace methods on the instances of this trainer."""
         trainer = self._trainer
-        self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._replace(batches, "advance", _then(batches.advance, self._on_batch_end))
+        self._replace(batches, "_broadcast_sigterm_tensor", lambda: None)
+        self._replace(epochs, "on_advance_end", _then(epochs.on_advance_end, self.decide_together))
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]  # set by Trainer.__init__
             if isinstance(callback, Timer):
@@ -70,8 +82,14 @@ class QuietLoop:
         """``step`` optimizer steps have been done: see what has been agreed for now."""
         self._due = self._agreement.reached(step)
 
-    def on_batch_end(self) -> None:
-        """After the callbacks: a stop that this rank alone has decided in this batch becomes a wish."""
+    def decide_together(self) -> None:
+        """After a validation and after an epoch, outside of any step: a stop that one rank wants is everybody's."""
+        trainer = self._trainer
+        if trainer.world_size > 1 and not trainer.sanity_checking:
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    def _on_batch_end(self) -> None:
+        """After all hooks of a batch: a stop that this rank alone has decided in it becomes a wish."""
         trainer = self._trainer
         if self._due == SIGTERM:
             trainer._signal_connector.received_sigterm = True

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.rank_zero import WarningCache
 from typing_extensions import override
 
 from lightning_cocod.comm.ledger import Reading, Totals
@@ -14,6 +16,9 @@ from lightning_cocod.strategies import AlgorithmStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+_warnings = WarningCache()  # once is enough
 
 
 class CommunicationMonitor(Callback):
@@ -56,7 +61,7 @@ class CommunicationMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._samples += extract_batch_size(batch)
+        self._samples += self._size(batch)
         if isinstance(trainer.strategy, AlgorithmStrategy):
             trainer.strategy.algorithm.comm.samples = self._samples
 
@@ -82,6 +87,13 @@ class CommunicationMonitor(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.summary = self._metrics(trainer, self._first)
+
+    def _size(self, batch: Any) -> int:
+        try:
+            return extract_batch_size(batch)
+        except MisconfigurationException:
+            _warnings.warn("The batches hold no tensor to count samples by: throughput/samples_per_sec is unknown.")
+            return 0
 
     def _read(self, trainer: pl.Trainer) -> Reading:
         now = time.perf_counter() - self._idle
