@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import psutil
 import pytest
@@ -111,6 +112,7 @@ def test_strategies_get_their_options(tmp_path):
         "compression": None,
         "timeout": 5,
         "process_group_timeout": 1800.0,
+        "connect_timeout": 300.0,
     }
 
 
@@ -362,10 +364,30 @@ def test_torchrun_starts_the_ranks_and_one_folder_is_made(tmp_path):
     assert result.stdout.count("test accuracy") == 1
 
 
+def test_unreachable_master_is_one_line(tmp_path, monkeypatch):
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    result = cocod_train(tmp_path, "strategy.connect_timeout=0.5", "logger=none")
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "rank 1 cannot reach the master at 127.0.0.1:9 within 0.5 s" in result.stderr
+
+
+def test_unreachable_master_is_found_under_ddp_too(monkeypatch):
+    from lightning_cocod.cli.job import reach_master
+
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    ddp = L.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False).strategy
+    with pytest.raises(ConnectionError, match=r"rank 1 cannot reach the master at 127\.0\.0\.1:9"):
+        reach_master(ddp, timeout=0.2)
+
+
 def test_sigterm_ends_all_ranks(tmp_path):
     command = [*COMMAND, "trainer.max_epochs=100000", "trainer.limit_train_batches=4", "logger=none", "progress=none"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True) as process:
         try:
+            assert process.stdout.readline() == "starting 2 ranks ...\n"
             assert "2 rank(s)" in process.stdout.readline()  # training begins
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) >= 2

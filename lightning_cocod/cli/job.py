@@ -10,6 +10,7 @@ import lightning as L
 import torch
 import wandb
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from omegaconf import OmegaConf
 
 from lightning_cocod.cli.build import Run, build
@@ -17,6 +18,8 @@ from lightning_cocod.cli.failure import RecordFailure
 from lightning_cocod.cli.progress import progress
 from lightning_cocod.cli.quiet import quiet
 from lightning_cocod.cli.summary import summarise
+from lightning_cocod.strategies import AlgorithmStrategy
+from lightning_cocod.strategies.rendezvous import check_master
 from lightning_cocod.workloads import InputError
 
 Config = dict[str, Any]  # the resolved configuration, as plain containers
@@ -50,6 +53,7 @@ def train(config: Config, callbacks: list[L.Callback] | None = None) -> dict[str
     asked = cfg.trainer.devices * cfg.trainer.num_nodes
     if run.trainer.world_size != asked:
         raise RuntimeError(f"{asked} ranks were asked for, {run.trainer.world_size} are running")
+    reach_master(run.trainer.strategy)
     start_loggers(run, config)
     if run.trainer.is_global_zero:
         print(headline(cfg, run), flush=True)
@@ -63,6 +67,20 @@ def train(config: Config, callbacks: list[L.Callback] | None = None) -> dict[str
         return summarise(cfg, run, metrics, seconds) if run.trainer.is_global_zero else None
     finally:
         close_wandb(run)
+
+
+def reach_master(strategy: Strategy, timeout: float = 300.0) -> None:
+    """Make sure that the ranks can meet. Our strategies see to it themselves; DDP would wait half an hour in silence.
+
+    Raises:
+        ConnectionError: the master cannot be reached within `timeout` seconds.
+    """
+    if isinstance(strategy, AlgorithmStrategy) or not isinstance(strategy, DDPStrategy) or strategy.world_size == 1:
+        return
+    strategy.set_world_ranks()
+    environment = strategy.cluster_environment
+    assert environment is not None  # Lightning has chosen one
+    check_master(environment.main_address, environment.main_port, strategy.global_rank, timeout)
 
 
 def start_loggers(run: Run, config: Config) -> None:

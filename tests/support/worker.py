@@ -35,7 +35,6 @@ LEFTOVER_PATIENCE = 3.0
 
 def main(channel_fd, stacks_fd):
     faulthandler.enable(stacks_fd)
-    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     channel = Connection(channel_fd)
     threading.Thread(target=die_with_parent, args=(channel_fd,), daemon=True, name="lifeline").start()
     warm_up()
@@ -47,6 +46,8 @@ def main(channel_fd, stacks_fd):
             # The store of the last call was kept until here: rank 0 hosts it, and a slower rank may still have
             # been reading from it when rank 0 was done.
             del store
+            # Again for every job: Lightning's signal handling gives SIGUSR1 back as it found it in Python's table.
+            faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
             with surroundings(job["env"], job["cwd"], job["path"]):
                 store = run(job, channel)
             gc.collect()  # what fn dropped must not live on, holding groups, into the next call
