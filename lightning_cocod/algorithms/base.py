@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.loop import StepHooks
 from lightning_cocod.algorithms.options import positive
 from lightning_cocod.algorithms.when import Rounds, When
@@ -122,7 +123,9 @@ class Algorithm:
             optimizer: whose gradients; all by default. A loop with several optimizers calls it once for each that steps.
         """
         if self.comm.world_size > 1 and self.when.synchronous(self.t):
-            self._average_gradients(self.optimizers if optimizer is None else [optimizer])
+            w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
+            moved = self.optimizers if optimizer is None else [optimizer]
+            average_gradients(moved, self.comm, w, self.subject("gradients"))
 
     def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
         """Move the parameters.
@@ -296,23 +299,6 @@ class Algorithm:
         self.comm.mean_(averaged, self.w, self.subject(kind, counted=False)).wait()
         if copied:
             self.comm.broadcast_(copied, self.subject(f"{kind}, counters", counted=False)).wait()
-
-    @torch.no_grad()
-    def _average_gradients(self, optimizers: Sequence[Optimizer]) -> None:
-        members = dict.fromkeys(p for opt in optimizers for g in opt.param_groups for p in g["params"])
-        params = [p for p in members if p.requires_grad]
-        missing = [p for p in params if p.grad is None]
-        if any(p.grad is not None and p.grad.is_sparse for p in params):
-            raise TypeError("sparse gradients cannot be averaged; use sparse=False or warmup_steps=0")
-        present = torch.tensor([p.grad is not None for p in params], dtype=torch.float32, device=self.comm.device)
-        for p in missing:
-            p.grad = torch.zeros_like(p)
-        grads = [p.grad for p in params if p.grad is not None]
-        w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
-        self.comm.mean_([*grads, present], w, self.subject("gradients")).wait()
-        for p, anywhere in zip(params, present.tolist(), strict=True) if missing else ():
-            if not anywhere:  # no worker used it: the optimizer must skip it, as it would for one worker
-                p.grad = None
 
     # A plain loop
 

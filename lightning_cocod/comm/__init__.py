@@ -1,7 +1,8 @@
 """Moving tensors between workers. Knows no algorithm and no Lightning."""
 
-from lightning_cocod.comm.communicator import Communicator, Message, Subject, seconds
+from lightning_cocod.comm.communicator import Communicator, seconds
 from lightning_cocod.comm.errors import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
+from lightning_cocod.comm.message import Message, Subject
 
 __all__ = [
     "CommunicationError",

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightning_cocod.comm.header import NONFINITE, Header, exchange, size_of
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
+from lightning_cocod.comm.message import Message, Report, Subject
 from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle
 from lightning_cocod.comm.waiting import abandon, finish
@@ -42,78 +42,6 @@ def seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
     return float(value)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What a message is about.
-
-    Attributes:
-        algorithm: registered name.
-        kind: ``round``, ``gradients``, ``consensus``, …
-        step: optimizer steps attempted so far.
-        counted: whether its seconds count as training's; evaluation's do not.
-    """
-
-    algorithm: str
-    kind: str
-    step: int
-    counted: bool = True
-
-
-@dataclass
-class _Report:
-    """What the communication thread learns about a message: marks of its lane, and the numbers it computed."""
-
-    listening: float = float("inf")  # host time at which this rank's header went out
-    announced: float = float("inf")  # host time at which the last header had come
-    arrived: Any = None
-    numbers: Tensor | None = None
-
-
-class Message:
-    """A collective in flight."""
-
-    def __init__(self, handle: Handle[None], report: _Report, owner: Communicator, subject: Subject) -> None:
-        self._handle, self._report, self._owner, self._counted = handle, report, owner, subject.counted
-        self.step = subject.step
-        """Steps that its sender had attempted."""
-
-    def wait(self, *, counted: bool = True) -> None:
-        """Block until the result is there. On CUDA the host waits for the launch only, the current stream for the rest.
-
-        Args:
-            counted: whether training waits, so that the time belongs into the ledger.
-
-        Raises:
-            PeerLost: a peer is gone.
-            MessageMismatch: the workers are out of step.
-            NonFiniteMessage: a worker's message is not finite.
-        """
-        lane = self._owner.lane
-        asked, before = time.perf_counter(), lane.mark()
-        self._owner.settle(self._handle)
-        lane.follow(self._report.arrived)
-        if not (counted and self._counted):
-            return
-        after = lane.mark()
-        # Between this rank's header and the last one it is a slower peer that is waited for, not the link.
-        late = max(0.0, min(self._report.announced, time.perf_counter()) - max(asked, self._report.listening))
-        ledger = self._owner.ledger
-
-        def stalled() -> float | None:
-            return lane.seconds(before, after)
-
-        ledger.add_when_known("skew", lambda: None if (s := stalled()) is None else min(s, late))
-        ledger.add_when_known("exposed", lambda: None if (s := stalled()) is None else max(0.0, s - late))
-
-    def numbers(self) -> list[float] | None:
-        """What the collective measured on the way, once the device has it; None before. Never blocks."""
-        lane, report = self._owner.lane, self._report
-        if report.numbers is None or lane.seconds(report.arrived, report.arrived) is None:
-            return None
-        values: list[float] = report.numbers.tolist()
-        return values
 
 
 class Communicator:
@@ -258,14 +186,6 @@ class Communicator:
             self._watchdog.noticed()
             raise self._thread.error
 
-    def settle(self, handle: Handle[None]) -> None:
-        """Wait for a handle; a failure counts as noticed by the training thread."""
-        try:
-            handle.wait()
-        except BaseException:
-            self._watchdog.noticed()
-            raise
-
     def _farewell(self, thread: CommunicationThread) -> BaseException | None:
         """Wait until all ranks are here. Returns the failure that stands against it."""
 
@@ -320,14 +240,15 @@ class Communicator:
     def _submit(self, subject: Subject, collective: Collective, *, checked: bool = True) -> Message:
         self.check()
         assert self._thread is not None, "start() comes before the first message"
-        report, departed = _Report(), self.lane.mark()
+        report, departed = Report(), self.lane.mark()
 
         def work() -> None:
             with self.lane.working():
                 self.lane.follow(departed)
                 self._carry_out(subject, collective, report, checked)
 
-        return Message(self._send(self._thread, work, f"{subject.kind} at step {subject.step}"), report, self, subject)
+        handle = self._send(self._thread, work, f"{subject.kind} at step {subject.step}")
+        return Message(subject, handle, report, self.lane, self.ledger, lambda: self._watchdog.noticed())
 
     def _send(self, thread: CommunicationThread, work: Callable[[], None], what: str) -> Handle[None]:
         """Submit a job in which a broken connection becomes the name of the peer that broke it."""
@@ -341,7 +262,7 @@ class Communicator:
 
         return thread.submit(explained)
 
-    def _carry_out(self, subject: Subject, collective: Collective, report: _Report, checked: bool) -> None:
+    def _carry_out(self, subject: Subject, collective: Collective, report: Report, checked: bool) -> None:
         layout = collective.layout
         size = collectives.norm(collective) if checked else None
         flags = 0 if size is None or collectives.is_finite(collective, size) else NONFINITE

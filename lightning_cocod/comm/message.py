@@ -1,0 +1,99 @@
+"""A message: what it is about, what is learnt on its way, and the handle by which the training thread waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cocod.comm.lane import Lane
+from lightning_cocod.comm.ledger import Ledger
+from lightning_cocod.comm.thread import Handle
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a message is about.
+
+    Attributes:
+        algorithm: registered name.
+        kind: ``round``, ``gradients``, ``consensus``, …
+        step: optimizer steps attempted so far.
+        counted: whether its seconds count as training's; evaluation's do not.
+    """
+
+    algorithm: str
+    kind: str
+    step: int
+    counted: bool = True
+
+
+@dataclass
+class Report:
+    """What the communication thread learns about a message: marks of its lane, and the numbers it computed."""
+
+    listening: float = float("inf")  # host time at which this rank's header went out
+    announced: float = float("inf")  # host time at which the last header had come
+    arrived: Any = None
+    numbers: Tensor | None = None
+
+
+class Message:
+    """A collective in flight."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        handle: Handle[None],
+        report: Report,
+        lane: Lane,
+        ledger: Ledger,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.step = subject.step
+        """Steps that its sender had attempted."""
+        self._counted = subject.counted
+        self._handle, self._report, self._lane, self._ledger = handle, report, lane, ledger
+        self._on_failure = on_failure
+
+    def wait(self, *, counted: bool = True) -> None:
+        """Block until the result is there. On CUDA the host waits for the launch only, the current stream for the rest.
+
+        Args:
+            counted: whether training waits, so that the time belongs into the ledger.
+
+        Raises:
+            PeerLost: a peer is gone.
+            MessageMismatch: the workers are out of step.
+            NonFiniteMessage: a worker's message is not finite.
+        """
+        lane, ledger = self._lane, self._ledger
+        asked, before = time.perf_counter(), lane.mark()
+        try:
+            self._handle.wait()
+        except BaseException:
+            self._on_failure()
+            raise
+        lane.follow(self._report.arrived)
+        if not (counted and self._counted):
+            return
+        after = lane.mark()
+        # Between this rank's header and the last one it is a slower peer that is waited for, not the link.
+        late = max(0.0, min(self._report.announced, time.perf_counter()) - max(asked, self._report.listening))
+
+        def stalled() -> float | None:
+            return lane.seconds(before, after)
+
+        ledger.add_when_known("skew", lambda: None if (s := stalled()) is None else min(s, late))
+        ledger.add_when_known("exposed", lambda: None if (s := stalled()) is None else max(0.0, s - late))
+
+    def numbers(self) -> list[float] | None:
+        """What the collective measured on the way, once the device has it; None before. Never blocks."""
+        lane, report = self._lane, self._report
+        if report.numbers is None or lane.seconds(report.arrived, report.arrived) is None:
+            return None
+        values: list[float] = report.numbers.tolist()
+        return values
