@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from lightning_cocod.algorithms.options import whole
 
 
-class When:
+class When(ABC):
     """How many local steps a round has, and which steps are synchronous.
 
     All ranks must answer alike: the answers depend on the number of steps alone.
     """
 
+    @abstractmethod
     def period(self, step: int) -> int:
         """Local steps k ≥ 1 of the round that begins at this step."""
-        raise NotImplementedError
 
     def synchronous(self, step: int) -> bool:
         """Whether this step exchanges gradients, as synchronous SGD does, instead of belonging to a round."""

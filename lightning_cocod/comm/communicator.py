@@ -6,7 +6,8 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
 from lightning_cocod.comm.errors import CommunicationError, GivenUp, PeerLost, TransportError, first_line, transport
-from lightning_cocod.comm.header import NONFINITE, Header, exchange, size_of
+from lightning_cocod.comm.header import NONFINITE, WISH, Header, exchange, size_of
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
@@ -222,6 +223,38 @@ class Communicator:
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject) -> Message:
         """x ← x of rank 0, in place."""
         return self._submit(subject, Broadcast(tensors, self.layout(tensors)), checked=False)
+
+    def any(self, wish: bool, subject: Subject) -> bool:
+        """Whether any worker wishes it. Blocking; nothing but headers travels, and they show whether all are in step."""
+        if self.world_size == 1:
+            return wish
+        self.check()
+        assert self._thread is not None, "start() comes before the first message"
+        answers: list[bool] = []
+
+        def work() -> None:
+            flags = WISH if wish else 0
+            header = Header(subject.algorithm, subject.kind, subject.step, layout=0, nbytes=0, flags=flags)
+            answers.extend(bool(h.flags & WISH) for h in exchange(header, self._groups[0], self._loss))
+
+        handle = self._send(self._thread, work, f"{subject.kind} at step {subject.step}")
+        try:
+            handle.wait()
+        except BaseException:
+            self._watchdog.noticed()
+            raise
+        return any(answers)
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Around a collective of somebody else's: a connection that breaks in it is explained as one of ours would be."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._thread is None or isinstance(error, CommunicationError):
+                raise
+            self._watchdog.noticed()
+            raise self._explain(TransportError(first_line(error)), what) from error
 
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of these tensors; made once for equal shapes."""

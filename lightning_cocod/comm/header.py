@@ -17,6 +17,8 @@ _NAME = 24
 _FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqq")
 NONFINITE = 1
 """Flag of a worker whose message holds NaN or infinity."""
+WISH = 2
+"""Flag of a worker that wishes what it asks about."""
 
 
 @dataclass(frozen=True)

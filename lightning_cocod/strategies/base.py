@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -101,9 +102,9 @@ class AlgorithmStrategy(DDPStrategy):
         self._stepped = False
         self._undo: list[Callable[[], None]] = []
 
+    @abstractmethod
     def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> Algorithm:
         """The algorithm, with this strategy's options."""
-        raise NotImplementedError
 
     @property
     def algorithm(self) -> Algorithm:
@@ -159,7 +160,10 @@ class AlgorithmStrategy(DDPStrategy):
         self._refuse_scaled_warm_up(self._algorithm)
         communicator.start()
         self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
-        self._quiet = QuietLoop(trainer, communicator.agreement)
+        algorithm = self._algorithm
+        self._quiet = QuietLoop(
+            trainer, communicator.agreement, lambda wish: communicator.any(wish, algorithm.subject("stop?", counted=False))
+        )
         self._enter_calendar(trainer, self._algorithm, self._quiet)
 
     @override
@@ -234,7 +238,27 @@ class AlgorithmStrategy(DDPStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._quiet is not None and (decide := self._quiet.decision()) is not None:
             return decide(obj)
-        return super().broadcast(obj, src)
+        with self._named("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._named("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        with self._named("a reduction"):
+            return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        with self._named("a gathering"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def _named(self, what: str) -> AbstractContextManager[None]:
+        """Lightning's collectives fail with the transport's words when a peer is lost; this one says which."""
+        return nullcontext() if self._algorithm is None else self._algorithm.comm.named(what)
 
     # Evaluation and checkpoints see the consensus model
 

@@ -37,10 +37,11 @@ class QuietLoop:
     Args:
         trainer: whose loop.
         agreement: among the ranks.
+        ask_all: whether any rank wishes something; asked between epochs and after validations only.
     """
 
-    def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
-        self._trainer, self._agreement = trainer, agreement
+    def __init__(self, trainer: pl.Trainer, agreement: Agreement, ask_all: Callable[[bool], bool]) -> None:
+        self._trainer, self._agreement, self._any = trainer, agreement, ask_all
         self._undo: list[tuple[object, str]] = []
         self._due: str | None = None
         self._stopping = False
@@ -85,8 +86,8 @@ class QuietLoop:
     def decide_together(self) -> None:
         """After a validation and after an epoch, outside of any step: a stop that one rank wants is everybody's."""
         trainer = self._trainer
-        if trainer.world_size > 1 and not trainer.sanity_checking:
-            trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+        if not trainer.sanity_checking:
+            trainer.should_stop = self._any(trainer.should_stop)
 
     def _on_batch_end(self) -> None:
         """After all hooks of a batch: a stop that this rank alone has decided in it becomes a wish."""
