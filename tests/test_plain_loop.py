@@ -1,5 +1,6 @@
 """Any PyTorch loop: the context manager, what it refuses, and how it ends when something goes wrong."""
 
+import math
 import os
 import signal
 import subprocess
@@ -417,3 +418,59 @@ def by_hand(rank, world):
 
 def test_the_verbs_by_hand_count_each_step_once():
     assert run_ranks(by_hand, 2) == [5, 5]
+
+
+def disagreeing_weights(rank, world):
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with CoCoD(net, optimizer, period=2, weights=[[3, 1], [1, 3]][rank]):
+        for _ in range(6):
+            optimizer.step()
+
+
+def test_ranks_that_weigh_differently_are_out_of_step():
+    for rank in run_ranks_raw(disagreeing_weights, 2):
+        assert rank.status == "error"
+        assert "workers are out of step" in rank.traceback
+
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def masked(rank, world):
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CoCoD(model, optimizer, period=2) as cocod:
+        for _ in range(5):
+            model.net(torch.randn(4, 3)).pow(2).mean().backward()
+            optimizer.step()
+        mask, seen = model.mask, model.seen
+        with cocod.consensus():
+            model.seen = torch.cat([model.seen, torch.ones(2)])  # evaluation keeps something in a buffer that grows
+            with pytest.raises(RuntimeError, match="no optimizer step inside consensus"):
+                optimizer.step()
+        assert model.seen is seen
+    assert torch.equal(model.mask, mask)
+    return model.mask, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_infinite_and_growing_buffers_survive_the_consensus():
+    (mask, first), (_, second) = run_ranks(masked, 2)
+    assert torch.equal(mask, torch.full((4, 4), -math.inf).triu(1))
+    assert torch.equal(first, second)
+
+
+def entered_inside_itself(rank, world):
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with CoCoD(net, optimizer) as cocod, pytest.raises(RuntimeError, match="already in use"):
+        cocod.__enter__()
+
+
+def test_a_block_is_entered_once():
+    run_ranks(entered_inside_itself, 2)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -125,7 +126,7 @@ class Algorithm:
         if self.comm.world_size > 1 and self.when.synchronous(self.t):
             w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
             moved = self.optimizers if optimizer is None else [optimizer]
-            average_gradients(moved, self.comm, w, self.subject("gradients"))
+            average_gradients(moved, self.comm, w, self.subject("gradients", weights=self._next_weights))
 
     def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
         """Move the parameters.
@@ -159,7 +160,13 @@ class Algorithm:
         return None
 
     def after_step(self) -> None:
-        """A step has been attempted."""
+        """A step has been attempted.
+
+        Raises:
+            RuntimeError: inside ``consensus()``, on leaving which the step would be undone.
+        """
+        if self._in_consensus:
+            raise RuntimeError("no optimizer step inside consensus(): leaving it would undo the step")
         self.t += 1
 
     def finish(self) -> None:
@@ -189,15 +196,19 @@ class Algorithm:
         if self.comm.world_size == 1 or not self._started or self._in_consensus:
             yield
             return
-        own = [tensor.detach().to("cpu", copy=True) for tensor in self._replica()]
+        parameters = [p.detach() for p in self._moved()]
+        buffers = [(m, name, b) for m in self.model.modules() for name, b in m._buffers.items() if b is not None]
+        own = [t.to("cpu", copy=True) for t in [*parameters, *(b for _, _, b in buffers)]]
         self._in_consensus = True
         try:
             self._become_consensus("consensus")
             yield
         finally:
             self._in_consensus = False
+            for module, name, buffer in buffers:  # evaluation may have put another tensor in its place
+                module._buffers[name] = buffer
             with torch.no_grad():
-                for tensor, value in zip(self._replica(), own, strict=True):
+                for tensor, value in zip([*parameters, *(b for _, _, b in buffers)], own, strict=True):
                     tensor.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,9 +276,9 @@ class Algorithm:
         """w_i: this worker's weight."""
         return self.weights[self.comm.rank]
 
-    def subject(self, kind: str, *, counted: bool = True) -> Subject:
-        """The header of a message of this algorithm at this step."""
-        return Subject(self.name, kind, self.t, counted)
+    def subject(self, kind: str, *, counted: bool = True, weights: Sequence[float] | None = None) -> Subject:
+        """The header of a message of this algorithm at this step; weighted as the message in flight unless told."""
+        return Subject(self.name, kind, self.t, counted, tuple(weights or self.weights))
 
     def _pending_correction(self) -> Callable[[], None] | None:
         """What adds c_i, the correction that has been drained but not yet folded, to x; None if there is none."""
@@ -284,25 +295,30 @@ class Algorithm:
         self._trainable.update(p for p in members if p.requires_grad)
         return [p for p in members if p in self._trainable]
 
-    def _replica(self) -> list[Tensor]:
-        parameters = dict.fromkeys([*self._parameters(), *self.model.parameters()])  # those that no optimizer moves as well
-        return [p.detach() for p in parameters] + list(self.model.buffers())
+    def _moved(self) -> list[nn.Parameter]:
+        """All parameters that may differ between workers: the user may move some without an optimizer."""
+        return list(dict.fromkeys([*self._parameters(), *self.model.parameters()]))
 
     @torch.no_grad()
     def _become_consensus(self, kind: str) -> None:
         fold = self._pending_correction()
         if fold is not None:
             fold()
-        replica = self._replica()
-        averaged = [t for t in replica if t.is_floating_point() or t.is_complex()]
-        copied = [t for t in replica if not (t.is_floating_point() or t.is_complex())]
-        self.comm.mean_(averaged, self.w, self.subject(kind, counted=False)).wait()
-        if copied:
-            self.comm.broadcast_(copied, self.subject(f"{kind}, counters", counted=False)).wait()
+        subject = self.subject(kind, counted=False)
+        self.comm.mean_([p.detach() for p in self._moved()], self.w, subject).wait()
+        buffers = list(self.model.buffers())
+        averaged = [b for b in buffers if b.is_floating_point() or b.is_complex()]
+        counters = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
+        if averaged:  # an attention mask holds -inf rightly
+            self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), checked=False).wait()
+        if counters:
+            self.comm.broadcast_(counters, replace(subject, kind=f"{kind}, counters")).wait()
 
     # A plain loop
 
     def __enter__(self) -> Self:
+        if self._hooks is not None:
+            raise RuntimeError(f"{type(self).__name__} is already in use: leave its block before entering it again")
         try:
             self.start()
         except BaseException as error:

@@ -209,12 +209,21 @@ class Communicator:
 
     # Collectives
 
-    def mean_(self, tensors: Sequence[Tensor], weight: float, subject: Subject, *, measured: bool = False) -> Message:
+    def mean_(
+        self,
+        tensors: Sequence[Tensor],
+        weight: float,
+        subject: Subject,
+        *,
+        measured: bool = False,
+        checked: bool = True,
+    ) -> Message:
         """x ← Σ_j w_j x_j in place, w_j being each worker's own ``weight``. The tensors must rest until it is done.
 
-        With ``measured`` the message's numbers are ‖x‖ before and ‖mean - x‖: the size and the distance.
+        With ``measured`` the message's numbers are ‖x‖ before and ‖mean - x‖: the size and the distance. Unless ``checked``,
+        NaN and infinity travel like other values.
         """
-        return self._submit(subject, Mean(tensors, self.layout(tensors), weight, measured=measured))
+        return self._submit(subject, Mean(tensors, self.layout(tensors), weight, measured=measured), checked=checked)
 
     def correction_(self, snapshot: Buffer, weight: float, subject: Subject) -> Message:
         """S ← Σ_j w_j S_j - S in place. Its numbers are ‖S‖ before and ‖S‖ after: the size and the distance."""
@@ -229,7 +238,8 @@ class Communicator:
         if self.world_size == 1:
             return wish
         self.check()
-        assert self._thread is not None, "start() comes before the first message"
+        if self._thread is None:
+            raise RuntimeError("nothing can be sent before start() or after close()")
         answers: list[bool] = []
 
         def work() -> None:
@@ -272,7 +282,8 @@ class Communicator:
 
     def _submit(self, subject: Subject, collective: Collective, *, checked: bool = True) -> Message:
         self.check()
-        assert self._thread is not None, "start() comes before the first message"
+        if self._thread is None:
+            raise RuntimeError("nothing can be sent before start() or after close()")
         report, departed = Report(), self.lane.mark()
 
         def work() -> None:
@@ -300,7 +311,14 @@ class Communicator:
         size = collectives.norm(collective) if checked else None
         flags = 0 if size is None or collectives.is_finite(collective, size) else NONFINITE
         header = Header(
-            subject.algorithm, subject.kind, subject.step, layout.fingerprint, layout.nbytes, flags, self.samples
+            subject.algorithm,
+            subject.kind,
+            subject.step,
+            layout.fingerprint,
+            layout.nbytes,
+            subject.weights_digest,
+            flags,
+            self.samples,
         )
         report.listening = time.perf_counter()
         headers = exchange(header, self._groups[0], self._loss)

@@ -14,7 +14,7 @@ from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage, trans
 from lightning_cocod.comm.waiting import finish
 
 _NAME = 24
-_FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqq")
+_FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqqq")
 NONFINITE = 1
 """Flag of a worker whose message holds NaN or infinity."""
 WISH = 2
@@ -31,6 +31,7 @@ class Header:
         step: optimizer steps attempted so far.
         layout: fingerprint of the buckets' layout (shapes, strides, dtypes, order).
         nbytes: size of the message.
+        weights: digest of all workers' weights.
         flags: what may differ between workers without being a mismatch.
         samples: that this worker has trained on so far; differs between workers.
     """
@@ -40,6 +41,7 @@ class Header:
     step: int
     layout: int
     nbytes: int
+    weights: int = 0
     flags: int = 0
     samples: int = 0
 
@@ -50,9 +52,8 @@ class Header:
 
     def pack(self) -> Tensor:
         """The header as bytes."""
-        packed = _FORMAT.pack(
-            self.algorithm.encode(), self.kind.encode(), self.step, self.layout, self.nbytes, self.flags, self.samples
-        )
+        names = self.algorithm.encode(), self.kind.encode()
+        packed = _FORMAT.pack(*names, self.step, self.layout, self.nbytes, self.weights, self.flags, self.samples)
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @classmethod
@@ -63,10 +64,11 @@ class Header:
 
     @property
     def _agreed(self) -> tuple[object, ...]:
-        return self.algorithm, self.kind, self.step, self.layout, self.nbytes
+        return self.algorithm, self.kind, self.step, self.layout, self.nbytes, self.weights
 
     def __str__(self) -> str:
-        return f"{self.algorithm}/{self.kind} at step {self.step} ({self.nbytes} bytes, layout {self.layout:x})"
+        what = f"{self.nbytes} bytes, layout {self.layout:x}, weights {self.weights:x}"
+        return f"{self.algorithm}/{self.kind} at step {self.step} ({what})"
 
 
 def size_of(world_size: int) -> int:
@@ -100,7 +102,7 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
         if header._agreed != mine._agreed:
             raise MessageMismatch(
                 f"workers are out of step: rank {rank} sends {mine}, rank {other} sends {header}; every rank needs the "
-                "same model, the same options and the same number of batches"
+                "same model, the same options, weights included, and the same number of batches"
             )
     broken = [r for r, header in enumerate(headers) if header.flags & NONFINITE]
     if broken:

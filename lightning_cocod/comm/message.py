@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +25,19 @@ class Subject:
         kind: ``round``, ``gradients``, ``consensus``, …
         step: optimizer steps attempted so far.
         counted: whether its seconds count as training's; evaluation's do not.
+        weights: of all workers, where the message is a mean.
     """
 
     algorithm: str
     kind: str
     step: int
     counted: bool = True
+    weights: tuple[float, ...] = ()
+
+    @property
+    def weights_digest(self) -> int:
+        """By which workers see whether they weigh alike."""
+        return zlib.crc32(struct.pack(f"{len(self.weights)}d", *self.weights))
 
 
 @dataclass

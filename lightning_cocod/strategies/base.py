@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm
-from lightning_cocod.comm import Communicator, seconds
+from lightning_cocod.comm import CommunicationError, Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.strategies.quiet import QuietLoop
 from lightning_cocod.strategies.rendezvous import check_master
@@ -197,6 +199,15 @@ class AlgorithmStrategy(DDPStrategy):
         if self._algorithm is not None and not isinstance(exception, SIGTERMException):
             self._algorithm.comm.abort(exception)
 
+    def _tell(self, error: BaseException) -> None:
+        """A spawned rank's exception passes no hook of Lightning's, and the launcher may report a peer's before it."""
+        if self._start_method == "popen":
+            return
+        if not isinstance(error, CommunicationError | SIGTERMException):
+            trace = "".join(traceback.format_exception(error))
+            print(f"[rank {self.global_rank}] {trace}", file=sys.stderr, flush=True)
+        self.abort(error)
+
     # Steps
 
     @override
@@ -296,11 +307,23 @@ class AlgorithmStrategy(DDPStrategy):
             quiet.decide_together()
             return result
 
+        loop = trainer.fit_loop
+        fit = loop.run
+
+        def fit_and_tell() -> None:
+            try:
+                fit()
+            except BaseException as error:
+                self._tell(error)
+                raise
+
         validation.run = run_on_consensus  # type: ignore[method-assign]
+        loop.run = fit_and_tell  # type: ignore[method-assign]
         self._undo += [
             quiet.remove,
             lambda: callbacks.remove(first),
             lambda: delattr(validation, "run"),
+            lambda: delattr(loop, "run"),
         ]
 
     def _refuse_local_averages(self, trainer: pl.Trainer) -> None:
