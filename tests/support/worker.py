@@ -47,6 +47,7 @@ def main(channel_fd, stacks_fd):
             # been reading from it when rank 0 was done.
             del store
             # Again for every job: Lightning's signal handling gives SIGUSR1 back as it found it in Python's table.
+            faulthandler.unregister(signal.SIGUSR1)  # without it, registering again would change nothing
             faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
             with surroundings(job["env"], job["cwd"], job["path"]):
                 store = run(job, channel)
