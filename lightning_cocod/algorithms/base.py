@@ -139,6 +139,9 @@ class Algorithm:
 
         Returns:
             What ``update`` returns.
+
+        Raises:
+            ValueError: a scaler in a synchronous warm-up step.
         """
         if update is not None:
             with self._hooks.paused() if self._hooks else nullcontext():
@@ -148,15 +151,14 @@ class Algorithm:
                 "synchronous warm-up steps and a gradient scaler do not go together: each rank's scaler decides on its own "
                 "whether to skip a step; use bfloat16 or warmup_steps=0"
             )
-        with self._hooks.paused() if self._hooks else nullcontext():
-            for opt in self.optimizers:
-                if scaler is not None:
-                    scaler.unscale_(opt)
-                self.before_step(opt)
-                self.step(opt.step if scaler is None else partial(scaler.step, opt))
+        for opt in self.optimizers:
             if scaler is not None:
-                scaler.update()
-            self.after_step()
+                scaler.unscale_(opt)
+            self.before_step(opt)
+            self.step(opt.step if scaler is None else partial(scaler.step, opt))
+        if scaler is not None:
+            scaler.update()
+        self.after_step()
         return None
 
     def after_step(self) -> None:
@@ -178,7 +180,7 @@ class Algorithm:
         self._started = False
 
     def close(self) -> None:
-        """End thread and groups. Idempotent and bounded in time."""
+        """Wait for the peers that live, then end thread and groups. Idempotent; raises PeerLost (see ``Communicator``)."""
         self.comm.close()
 
     @contextmanager

@@ -42,7 +42,7 @@ def summarise(cfg: DictConfig, run: Run, metrics: Mapping[str, float], seconds: 
     """
     trainer = run.trainer
     measured = {**metrics}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Trainer.__init__
         if isinstance(callback, CommunicationMonitor):
             measured.update(callback.summary)
     summary: Summary = {

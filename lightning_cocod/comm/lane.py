@@ -58,7 +58,7 @@ class CudaLane:
 
     def mark(self) -> torch.cuda.Event:
         """An event recorded on this thread's current stream."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # nor here
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -74,7 +74,7 @@ class CudaLane:
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
         """Device time between the events, without waiting for either."""
-        if not (start.query() and end.query()):  # type: ignore[no-untyped-call]
+        if not (start.query() and end.query()):  # type: ignore[no-untyped-call]  # nor here
             return None
         return float(start.elapsed_time(end)) / 1e3
 

@@ -95,7 +95,7 @@ class AlgorithmStrategy(DDPStrategy):
         super().__init__(
             timeout=timedelta(seconds=self._process_group_timeout),
             process_group_backend=process_group_backend,
-            start_method=start_method,  # type: ignore[arg-type]  # Lightning validates it
+            start_method=start_method,  # type: ignore[arg-type]  # a str that was checked above
             **options,
         )
         self._algorithm: Algorithm | None = None
@@ -317,7 +317,7 @@ class AlgorithmStrategy(DDPStrategy):
                 self._tell(error)
                 raise
 
-        validation.run = run_on_consensus  # type: ignore[method-assign]
+        validation.run = run_on_consensus  # type: ignore[method-assign]  # on this instance, until teardown
         loop.run = fit_and_tell  # type: ignore[method-assign]
         self._undo += [
             quiet.remove,

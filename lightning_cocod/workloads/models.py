@@ -31,7 +31,7 @@ def vgg16(num_classes: int = 10, in_channels: int = 3, batch_norm: bool = False)
     if in_channels != 3:
         stem = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1)
         nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
-        nn.init.zeros_(stem.bias)  # type: ignore[arg-type]
+        nn.init.zeros_(stem.bias)  # type: ignore[arg-type]  # the stem has a bias
         features = model.features
         assert isinstance(features, nn.Sequential)
         features[0] = stem
