@@ -98,6 +98,7 @@ class AlgorithmStrategy(DDPStrategy):
             start_method=start_method,  # type: ignore[arg-type]  # a str that was checked above
             **options,
         )
+        self._communicator: Communicator | None = None
         self._algorithm: Algorithm | None = None
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
@@ -135,6 +136,17 @@ class AlgorithmStrategy(DDPStrategy):
         super().setup_distributed()
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._communicator = Communicator(
+            self.root_device,
+            timeout=self._heartbeat_timeout,
+            process_group_timeout=self._process_group_timeout,
+            connect_timeout=self._connect_timeout,
+        )
+        self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
+
+    @override
     def configure_ddp(self) -> None:
         """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0."""
         assert self.model is not None
@@ -151,16 +163,10 @@ class AlgorithmStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._refuse_local_averages(trainer)
-        assert self.model is not None
-        communicator = Communicator(
-            self.root_device,
-            timeout=self._heartbeat_timeout,
-            process_group_timeout=self._process_group_timeout,
-            connect_timeout=self._connect_timeout,
-        )
+        communicator = self._communicator
+        assert self.model is not None and communicator is not None
         self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
         self._refuse_scaled_warm_up(self._algorithm)
-        communicator.start()
         self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
         algorithm = self._algorithm
         self._quiet = QuietLoop(
@@ -181,11 +187,11 @@ class AlgorithmStrategy(DDPStrategy):
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        algorithm = self._algorithm
-        self._algorithm, self._quiet, self._steppers = None, None, {}
+        communicator = self._communicator
+        self._communicator, self._algorithm, self._quiet, self._steppers = None, None, None, {}
         try:
-            if algorithm is not None:
-                algorithm.close()  # raises if a peer was lost unnoticed
+            if communicator is not None:
+                communicator.close()  # raises if a peer was lost unnoticed
         finally:
             super().teardown()
 
@@ -196,8 +202,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     def abort(self, exception: BaseException) -> None:
         """Tell the peers why this rank cannot go on. A SIGTERM has been agreed with them: all leave together."""
-        if self._algorithm is not None and not isinstance(exception, SIGTERMException):
-            self._algorithm.comm.abort(exception)
+        if self._communicator is not None and not isinstance(exception, SIGTERMException):
+            self._communicator.abort(exception)
 
     def _tell(self, error: BaseException) -> None:
         """A spawned rank's exception passes no hook of Lightning's, and the launcher may report a peer's before it."""
@@ -241,8 +247,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._algorithm is not None:
-            self._algorithm.comm.check()  # every loop comes by here: a lost peer ends validation as well
+        if self._communicator is not None:
+            self._communicator.check()  # every loop comes by here: a lost peer ends validation as well
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -269,7 +275,7 @@ class AlgorithmStrategy(DDPStrategy):
 
     def _named(self, what: str) -> AbstractContextManager[None]:
         """Lightning's collectives fail with the transport's words when a peer is lost; this one says which."""
-        return nullcontext() if self._algorithm is None else self._algorithm.comm.named(what)
+        return nullcontext() if self._communicator is None else self._communicator.named(what)
 
     # Evaluation and checkpoints see the consensus model
 
