@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,7 +31,13 @@ from typing_extensions import override
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm import CommunicationError, Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.strategies import own_state, parts
+from lightning_cocod.strategies.checkpoint_io import WholeFileIO
+from lightning_cocod.strategies.checkpoints import Checkpoints
+from lightning_cocod.strategies.continuing import continuing
+from lightning_cocod.strategies.own_state import OwnState
 from lightning_cocod.strategies.quiet import QuietLoop
+from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master
 from lightning_cocod.strategies.stepper import Stepper
 
@@ -103,6 +112,8 @@ class AlgorithmStrategy(DDPStrategy):
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
         self._stepped = False
+        self._resumed: OwnState | None = None
+        self._training_random: dict[str, Any] | None = None  # while it is set aside
         self._undo: list[Callable[[], None]] = []
 
     @abstractmethod
@@ -148,9 +159,10 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0."""
+        """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0, unless resumed."""
         assert self.model is not None
-        _sync_module_states(self.model)
+        if self._resumed is None:
+            _sync_module_states(self.model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -164,13 +176,16 @@ class AlgorithmStrategy(DDPStrategy):
             return
         self._refuse_local_averages(trainer)
         communicator = self._communicator
-        assert self.model is not None and communicator is not None
+        assert self.model is not None
+        assert communicator is not None
         self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
         self._refuse_scaled_warm_up(self._algorithm)
         self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
         algorithm = self._algorithm
         self._quiet = QuietLoop(
-            trainer, communicator.agreement, lambda wish: communicator.any(wish, algorithm.subject("stop?", counted=False))
+            trainer,
+            communicator.agreement,
+            lambda wish: bool(communicator.who(wish, algorithm.subject("stop?", counted=False))),
         )
         self._enter_calendar(trainer, self._algorithm, self._quiet)
 
@@ -178,9 +193,13 @@ class AlgorithmStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        # A resumed run goes on from the consensus model, at the step at which it was saved.
-        self.algorithm.t = self.lightning_module.trainer.fit_loop.epoch_loop._batches_that_stepped
-        self.algorithm.start(broadcast=False)  # done in configure_ddp, and the same checkpoint was restored everywhere
+        loop = self.lightning_module.trainer.fit_loop
+        self.algorithm.t = loop.epoch_loop._batches_that_stepped  # where the consensus model of a checkpoint goes on
+        self.algorithm.start(broadcast=False)  # done in configure_ddp, or every rank has been given its own
+        if self._resumed is not None:
+            loop._restarting &= not loop.restarted_mid_epoch  # or ReduceLROnPlateau would miss the end of this epoch
+            self._resumed.continue_(self.lightning_module, self.algorithm, self.root_device)
+            self._resumed = None
 
     @override
     def teardown(self) -> None:
@@ -188,7 +207,7 @@ class AlgorithmStrategy(DDPStrategy):
             undo()
         self._undo = []
         communicator = self._communicator
-        self._communicator, self._algorithm, self._quiet, self._steppers = None, None, None, {}
+        self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
         try:
             if communicator is not None:
                 communicator.close()  # raises if a peer was lost unnoticed
@@ -260,6 +279,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._communicator is not None and self._communicator.failed:
+            return  # a callback saves what it can: nobody would come
         with self._named("a barrier"):
             super().barrier(*args, **kwargs)
 
@@ -282,8 +303,13 @@ class AlgorithmStrategy(DDPStrategy):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The consensus model in place and the random state set aside; on leaving, training is exactly where it was."""
-        with isolate_rng(), self.algorithm.consensus():
-            yield
+        self._training_random = random_state(self.root_device)
+        try:
+            with self.algorithm.consensus():
+                yield
+        finally:
+            set_random_state(self._training_random, self.root_device)
+            self._training_random = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -296,6 +322,73 @@ class AlgorithmStrategy(DDPStrategy):
         with self._algorithm.consensus():
             state = super().lightning_module_state_dict()
             return {name: _copy(value) for name, value in state.items()}
+
+    # Beside the consensus model, a checkpoint has each rank's own state
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFileIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        def write(content: dict[str, Any]) -> None:
+            super(AlgorithmStrategy, self).save_checkpoint(content, filepath, storage_options)
+
+        weights_only = "optimizer_states" not in checkpoint
+        if self._algorithm is None or self._algorithm.comm.failed or weights_only:
+            write(checkpoint)
+            return
+        assert self.lightning_module is not None
+        randomness = self._training_random or random_state(self.root_device)
+        part = own_state.take(self.lightning_module.trainer, self._algorithm, checkpoint, randomness)
+        self._checkpoints().save(checkpoint, part, filepath, write)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
+        if weights_only is not None:  # Lightning 2.5 does not know it
+            options["weights_only"] = weights_only
+        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = self._checkpoints().load(checkpoint, checkpoint_path, weights_only)
+            if self._resumed is not None:
+                self._resumed.merge_into(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._resumed is not None:
+            assert self.lightning_module is not None
+            self._resumed.load_replica(self.lightning_module)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            parts.remove(filepath)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not (trainer.state.fn == TrainerFn.FITTING and trainer.training):
+            return dataloader
+        position = None if self._resumed is None else self._resumed.next_position()
+        return continuing(dataloader, self.root_device, position)
+
+    def _checkpoints(self) -> Checkpoints:
+        assert self._communicator is not None
+        return Checkpoints(self._communicator, self.registered_name)
 
     # The calendar
 
@@ -325,11 +418,21 @@ class AlgorithmStrategy(DDPStrategy):
 
         validation.run = run_on_consensus  # type: ignore[method-assign]  # on this instance, until teardown
         loop.run = fit_and_tell  # type: ignore[method-assign]
+        batches = loop.epoch_loop
+        reset = batches.reset
+
+        def reset_quietly() -> None:
+            with warnings.catch_warnings():  # Lightning does not know that the loaders continue
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+                reset()
+
+        batches.reset = reset_quietly  # type: ignore[method-assign]
         self._undo += [
             quiet.remove,
             lambda: callbacks.remove(first),
             lambda: delattr(validation, "run"),
             lambda: delattr(loop, "run"),
+            lambda: delattr(batches, "reset"),
         ]
 
     def _refuse_local_averages(self, trainer: pl.Trainer) -> None:
