@@ -197,8 +197,7 @@ class AlgorithmStrategy(DDPStrategy):
         self.algorithm.t = loop.epoch_loop._batches_that_stepped  # where the consensus model of a checkpoint goes on
         self.algorithm.start(broadcast=False)  # done in configure_ddp, or every rank has been given its own
         if self._resumed is not None:
-            loop._restarting &= not loop.restarted_mid_epoch  # or ReduceLROnPlateau would miss the end of this epoch
-            self._resumed.continue_(self.lightning_module, self.algorithm, self.root_device)
+            self._resumed.continue_(self.lightning_module.trainer, self.algorithm, self.root_device)
             self._resumed = None
 
     @override
@@ -381,10 +380,10 @@ class AlgorithmStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if not (trainer.state.fn == TrainerFn.FITTING and trainer.training):
+        if trainer.state.fn != TrainerFn.FITTING:
             return dataloader
-        position = None if self._resumed is None else self._resumed.next_position()
-        return continuing(dataloader, self.root_device, position)
+        resumed = self._resumed if trainer.training else None  # validation begins at the beginning, and draws nothing before
+        return continuing(dataloader, self.root_device, None if resumed is None else resumed.next_position())
 
     def _checkpoints(self) -> Checkpoints:
         assert self._communicator is not None
@@ -412,6 +411,9 @@ class AlgorithmStrategy(DDPStrategy):
         def fit_and_tell() -> None:
             try:
                 fit()
+                if self._resumed is not None:  # nothing was left to train
+                    self.on_train_start()
+                    algorithm.finish()
             except BaseException as error:
                 self._tell(error)
                 raise

@@ -34,6 +34,7 @@ def take(
         "replica": algorithm.replica(),
         "algorithm": algorithm.state_dict() if algorithm.started else None,
         "gradients": _gradients(trainer),
+        "metrics": dict(trainer.callback_metrics),
         "positions": _positions(trainer),
         "random": randomness,
     }
@@ -69,14 +70,25 @@ class OwnState:
         """Where the next loader of training begins."""
         return self._positions.pop(0) if self._positions else None
 
-    def continue_(self, module: nn.Module, algorithm: Algorithm, device: torch.device) -> None:
+    def continue_(self, trainer: pl.Trainer, algorithm: Algorithm, device: torch.device) -> None:
         """The last things, immediately before the next batch."""
+        self._finish_epoch(trainer)
         if self._part["algorithm"] is not None:
             algorithm.load_state_dict(self._part["algorithm"])
-        parameters = dict(module.named_parameters())
+        parameters = dict(trainer.lightning_module.named_parameters())
         for name, gradient in self._part["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name].device)
         set_random_state(self._part["random"], device)
+
+    def _finish_epoch(self, trainer: pl.Trainer) -> None:
+        """What an epoch's end does with logged values, which Lightning does not keep and therefore leaves out."""
+        loop = trainer.fit_loop
+        trainer._logger_connector._callback_metrics.update(self._part["metrics"])
+        if loop.restarted_on_epoch_end or loop.resumed_on_epoch_end:
+            loop.epoch_progress.current.completed -= 1  # it was not when the schedulers should have been stepped
+            loop.epoch_loop._update_learning_rates("epoch", update_plateau_schedulers=True)
+            loop.epoch_progress.current.completed += 1
+        loop._restarting = False  # what is left of the epoch ends like any other
 
 
 def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
