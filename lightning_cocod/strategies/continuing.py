@@ -62,8 +62,7 @@ class Continuing:
             ahead: batches, 0 or 1, that have been drawn and not trained on yet.
         """
         batches = None if self._current is None else self._current()
-        begun: bool = batches is not None and batches.begun
-        position: Position | None = batches.position(ahead) if begun else self._start
+        position: Position | None = self._start if batches is None or not batches.begun else batches.position(ahead)
         return position
 
     def _take_start(self) -> Position | None:
