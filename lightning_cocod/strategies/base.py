@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm import CommunicationError, Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.strategies.plateau import judge_together
 from lightning_cocod.strategies.quiet import QuietLoop
 from lightning_cocod.strategies.rendezvous import check_master
 from lightning_cocod.strategies.stepper import Stepper
@@ -164,7 +165,8 @@ class AlgorithmStrategy(DDPStrategy):
             return
         self._refuse_local_averages(trainer)
         communicator = self._communicator
-        assert self.model is not None and communicator is not None
+        assert self.model is not None
+        assert communicator is not None
         self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
         self._refuse_scaled_warm_up(self._algorithm)
         self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
@@ -178,8 +180,11 @@ class AlgorithmStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        # A resumed run goes on from the consensus model, at the step at which it was saved.
-        self.algorithm.t = self.lightning_module.trainer.fit_loop.epoch_loop._batches_that_stepped
+        # A resumed run goes on from the consensus model, at the step at which it was saved. In manual optimization global_step
+        # counts every optimizer; in automatic optimization the other counter lacks the step in which a checkpoint is saved.
+        batches = self.lightning_module.trainer.fit_loop.epoch_loop
+        automatic = self.lightning_module.automatic_optimization
+        self.algorithm.t = batches.global_step if automatic else batches._batches_that_stepped
         self.algorithm.start(broadcast=False)  # done in configure_ddp, and the same checkpoint was restored everywhere
 
     @override
@@ -215,6 +220,12 @@ class AlgorithmStrategy(DDPStrategy):
         self.abort(error)
 
     # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._quiet is not None
+        with self._quiet.training_step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def optimizer_step(
@@ -265,6 +276,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self._quiet is not None and self.world_size > 1:
+            self._quiet.on_reduction()
         with self._named("a reduction"):
             return super().reduce(tensor, group, reduce_op)
 
@@ -325,6 +338,8 @@ class AlgorithmStrategy(DDPStrategy):
 
         validation.run = run_on_consensus  # type: ignore[method-assign]  # on this instance, until teardown
         loop.run = fit_and_tell  # type: ignore[method-assign]
+        if self.world_size > 1:
+            self._undo.append(judge_together(trainer))
         self._undo += [
             quiet.remove,
             lambda: callbacks.remove(first),
