@@ -180,8 +180,8 @@ class AlgorithmStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        # A resumed run goes on from the consensus model, at the step at which it was saved. In manual optimization global_step
-        # counts every optimizer; in automatic optimization the other counter lacks the step in which a checkpoint is saved.
+        # A resumed run goes on from the consensus model, at the step at which it was saved. In manual optimization
+        # global_step counts every optimizer; otherwise the other counter lacks the step in which a checkpoint was saved.
         batches = self.lightning_module.trainer.fit_loop.epoch_loop
         automatic = self.lightning_module.automatic_optimization
         self.algorithm.t = batches.global_step if automatic else batches._batches_that_stepped
