@@ -38,7 +38,7 @@ class Signalled(Callback):
         self.saved.append(trainer.strategy.algorithm.t)
 
 
-class FirstSteps(Callback):
+class Steps(Callback):
     def __init__(self):
         self.steps = []
 
@@ -68,11 +68,13 @@ def requeued(rank, world, strategy, signalled, folder):
     )
     (folder / f"{rank}.pid").write_text(str(os.getpid()) + "\n")
     L.seed_everything(5, verbose=False)
-    options = {"plugins": [SLURMEnvironment(requeue_signal=signal.SIGUSR2)], "default_root_dir": folder}
-    seen, again = Signalled(signalled), FirstSteps()
+    options = {"plugins": [SLURMEnvironment(requeue_signal=signal.SIGUSR2)], "default_root_dir": folder, "max_epochs": -1}
+    options |= {"val_check_interval": 1, "limit_val_batches": 1}  # a validation follows on the batch in which they save
+    seen, again = Signalled(signalled), Steps()
+    data = loader(), loader(shuffle=False)
     with pytest.raises(SIGTERMException):
-        trainer(strategy, world, callbacks=[seen], max_epochs=100_000, **options).fit(Toy(), loader())
-    trainer(strategy, world, callbacks=[again], max_steps=seen.saved[0] + 2, max_epochs=-1, **options).fit(Toy(), loader())
+        trainer(strategy, world, callbacks=[seen], **options).fit(Toy(), *data)
+    trainer(strategy, world, callbacks=[again], max_steps=seen.saved[0] + 2, **options).fit(Toy(), *data)
     return {"saved": seen.saved, "last": seen.steps[-1], "replica": seen.replicas[seen.saved[0]], "resumed": again.steps}
 
 
