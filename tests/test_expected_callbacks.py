@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from support.ranks import run_ranks
 from support.toys import STRATEGIES, Toy, flat, loader, trainer
 
@@ -14,7 +14,9 @@ class Scored(Toy):
     """Its score is known; the ranks see it differently until it is synchronised."""
 
     def validation_step(self, batch, batch_idx):
-        self.log("val/score", SCORES[self.current_epoch] + (-1) ** self.trainer.global_rank, sync_dist=True)
+        mine = SCORES[self.current_epoch] + (-1) ** self.trainer.global_rank
+        self.log("val/score", mine, sync_dist=True)
+        self.log("val/own", -self.current_epoch * float(self.trainer.global_rank == 0))  # rank 1's never improves
 
     def test_step(self, batch, batch_idx):
         self.log("test/loss", self.loss(batch), sync_dist=True)
@@ -80,6 +82,21 @@ def test_the_best_checkpoints_are_kept_and_found_again(strategy, tmp_path):
         assert rank["rates"] + rank["resumed"].rates == pytest.approx(drops)  # field report 9
     assert first["resumed"].rates == second["resumed"].rates
     assert torch.equal(first["end of all"], second["end of all"])
+
+
+def stopped_early(rank, world, strategy, monitor):
+    seen = Steps()
+    options = {"max_epochs": 5, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    t = trainer(strategy, world, callbacks=[EarlyStopping(monitor, patience=1), seen], **options)
+    t.fit(Scored(), loader(), loader(shuffle=False))
+    return seen.steps
+
+
+@pytest.mark.parametrize(("monitor", "epochs"), [("val/score", 3), ("val/own", 2)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_early_stopping_stops_all_ranks_together_also_when_one_alone_sees_no_progress(strategy, monitor, epochs):
+    steps = list(range(2 * epochs))
+    assert run_ranks(stopped_early, 2, strategy, monitor, init=False) == [steps, steps]
 
 
 class Counts(Toy):

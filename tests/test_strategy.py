@@ -324,6 +324,7 @@ class OwnWeights(Toy):
         super().__init__()
         torch.manual_seed(seed)
         torch.nn.init.normal_(self.net[0].weight)
+        torch.nn.init.normal_(self.net[1].running_mean)
 
 
 def different_starts(rank, world, strategy):
@@ -333,14 +334,14 @@ def different_starts(rank, world, strategy):
     class Start(Callback):
         def on_train_batch_start(self, trainer, module, *_):
             if not seen:
-                seen.append(parameters(module))
+                seen.append(flat(module))
 
     trainer(strategy, world, callbacks=[Start()], max_steps=1).fit(model, loader())
     return seen[0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_initial_weights_are_those_of_rank_0(strategy):
+def test_initial_weights_and_buffers_are_those_of_rank_0(strategy):
     first, second = run_ranks(different_starts, 2, strategy, init=False)
     assert torch.equal(first, second)
 
