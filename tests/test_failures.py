@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from support.ranks import run_ranks_raw
-from support.toys import Toy, dataset, loader, trainer
+from support.toys import STRATEGIES, Toy, dataset, loader, trainer
 from torch.utils.data import DataLoader, Subset
 
 
@@ -40,7 +40,7 @@ def fit(rank, world, strategy, what):
     trainer(strategy, world, max_epochs=100).fit(Fails(what), loader())
 
 
-@pytest.mark.parametrize("strategy", ["cocod", "local_sgd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_exception_on_one_rank_ends_all_and_is_told(strategy):
     peer, culprit = run_ranks_raw(fit, 2, strategy, raises, init=False, grace=30)
     assert culprit.status == peer.status == "error"
@@ -48,7 +48,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_told(strategy):
     assert "PeerLost: rank 1 failed: ValueError: my own bug" in peer.traceback
 
 
-@pytest.mark.parametrize("strategy", ["cocod", "local_sgd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_leaves_with_exit_code_zero_is_a_loss(strategy):
     peer, culprit = run_ranks_raw(fit, 2, strategy, leaves, init=False, grace=30)
     assert culprit.status == "died"
@@ -56,7 +56,7 @@ def test_a_rank_that_leaves_with_exit_code_zero_is_a_loss(strategy):
     assert "PeerLost: rank 1 is lost" in peer.traceback
 
 
-@pytest.mark.parametrize("strategy", ["cocod", "local_sgd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_that_are_not_finite_reach_nobody(strategy):
     for rank in run_ranks_raw(fit, 2, strategy, diverges, init=False, grace=30):
         assert rank.status == "error"
@@ -70,7 +70,7 @@ def uneven(rank, world, strategy):
     trainer(strategy, world, max_epochs=20, use_distributed_sampler=False).fit(model, DataLoader(mine, batch_size=8))
 
 
-@pytest.mark.parametrize("strategy", ["cocod", "local_sgd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unequal_numbers_of_batches_are_named_and_hang_nobody(strategy):
     outcomes = run_ranks_raw(uneven, 2, strategy, init=False, grace=30)
     assert all(rank.status == "error" for rank in outcomes)

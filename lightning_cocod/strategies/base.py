@@ -36,6 +36,7 @@ from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
 from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.own_state import OwnState
+from lightning_cocod.strategies.plateau import judge_together
 from lightning_cocod.strategies.quiet import QuietLoop
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master
@@ -194,7 +195,10 @@ class AlgorithmStrategy(DDPStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
-        self.algorithm.t = loop.epoch_loop._batches_that_stepped  # where the consensus model of a checkpoint goes on
+        # Where a consensus model goes on. In manual optimization global_step counts every optimizer; otherwise the other
+        # counter lacks the step in which a checkpoint was saved.
+        automatic = self.lightning_module.automatic_optimization
+        self.algorithm.t = loop.epoch_loop.global_step if automatic else loop.epoch_loop._batches_that_stepped
         self.algorithm.start(broadcast=False)  # done in configure_ddp, or every rank has been given its own
         if self._resumed is not None:
             self._resumed.continue_(self.lightning_module.trainer, self.algorithm, self.root_device)
@@ -233,6 +237,12 @@ class AlgorithmStrategy(DDPStrategy):
         self.abort(error)
 
     # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._quiet is not None
+        with self._quiet.training_step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def optimizer_step(
@@ -285,6 +295,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self._quiet is not None and self.world_size > 1:
+            self._quiet.on_reduction()
         with self._named("a reduction"):
             return super().reduce(tensor, group, reduce_op)
 
@@ -429,6 +441,8 @@ class AlgorithmStrategy(DDPStrategy):
                 reset()
 
         batches.reset = reset_quietly  # type: ignore[method-assign]
+        if self.world_size > 1:
+            self._undo.append(judge_together(trainer))
         self._undo += [
             quiet.remove,
             lambda: callbacks.remove(first),
