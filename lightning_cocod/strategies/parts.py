@@ -56,8 +56,7 @@ def read(path: str | Path, key: str, rank: int, weights_only: bool | None = None
 
 def remove(path: str | Path, *, but: str | None = None) -> None:
     """Remove the parts of all savings to this path, but for one key."""
-    files, place = _place(path, "", 0)
-    folder = os.path.dirname(os.path.dirname(place))
+    files, folder = _folder(path)
     if not files.exists(folder):
         return
     for entry in files.ls(folder, detail=False):
@@ -68,11 +67,16 @@ def remove(path: str | Path, *, but: str | None = None) -> None:
         files.rmdir(folder)
 
 
-def _place(path: str | Path, key: str, rank: int) -> tuple[AbstractFileSystem, str]:
+def _folder(path: str | Path) -> tuple[AbstractFileSystem, str]:
     files, place = url_to_fs(str(path))
     if isinstance(files, LocalFileSystem):
         place = os.path.realpath(place)  # Lightning's last.ckpt may be a link
-    return files, os.path.join(os.path.dirname(place), FOLDER, key, f"rank-{rank}.pt")
+    return files, os.path.join(os.path.dirname(place), FOLDER)
+
+
+def _place(path: str | Path, key: str, rank: int) -> tuple[AbstractFileSystem, str]:
+    files, folder = _folder(path)
+    return files, os.path.join(folder, key, f"rank-{rank}.pt")
 
 
 def _prefix(path: str | Path) -> str:
