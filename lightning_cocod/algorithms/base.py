@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from typing_extensions import Self
 
 from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.loop import StepHooks
-from lightning_cocod.algorithms.options import positive
+from lightning_cocod.algorithms.options import nonfinite, positive
+from lightning_cocod.algorithms.repair import forget, restore, tell
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Message, Subject
 from lightning_cocod.comm.ledger import Reading
@@ -52,6 +53,9 @@ class Algorithm:
         optimizer: one or several. The parameters that they move are those that are averaged.
         when: the lengths of rounds.
         weights: of the workers in every mean, in the order of ranks, for example their batch sizes; equal by default.
+        on_nonfinite: what to do about a rank whose message holds NaN or infinity. "raise": NonFiniteMessage on all ranks.
+            "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset;
+            NonFiniteMessage only if no rank is finite.
         communicator: to share; by default one is made, with the options that follow.
         timeout: seconds without a heartbeat after which a peer counts as lost.
         process_group_timeout: seconds after which a collective fails although all peers live.
@@ -73,6 +77,7 @@ class Algorithm:
         *,
         when: When,
         weights: Sequence[float] | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
         communicator: Communicator | None = None,
         timeout: float = 60.0,
         process_group_timeout: float = 1800.0,
@@ -82,6 +87,7 @@ class Algorithm:
         for opt in self.optimizers:
             if isinstance(opt, torch.optim.LBFGS):
                 raise TypeError("LBFGS evaluates its closure several times a step; use SGD, Adam or another optimizer")
+        self.skip_nonfinite = nonfinite(on_nonfinite)
         self.when = when
         self.rounds = Rounds(when)
         self.t = 0
@@ -95,6 +101,8 @@ class Algorithm:
         self.weights = _normalised(weights, self.comm.world_size)
         """w of the message in flight, and so of the next merge."""
         self._round_weights = self._next_weights = self.weights
+        self.left_out: tuple[int, ...] = ()
+        """Ranks whose replica the pending correction replaces; known once it has been drained."""
         self._hooks: StepHooks | None = None
         self._in_consensus = False
         self._set_aside: dict[str, Tensor] = {}  # this worker's own tensors while the consensus model's are in their place
@@ -127,7 +135,10 @@ class Algorithm:
         if self.comm.world_size > 1 and self.when.synchronous(self.t):
             w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
             moved = self.optimizers if optimizer is None else [optimizer]
-            average_gradients(moved, self.comm, w, self.subject("gradients", weights=self._next_weights))
+            subject = self.subject("gradients", weights=self._next_weights)
+            if left_out := average_gradients(moved, self.comm, w, subject):
+                restore(list(self.model.buffers()), self.comm, left_out, replace(subject, kind="repair"))
+                tell(self.comm, left_out, self.t, "gradients left out of the mean")
 
     def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
         """Move the parameters.
@@ -177,7 +188,7 @@ class Algorithm:
         if not self._started:
             return
         if self.comm.world_size > 1:
-            self._become_consensus("finish")
+            self._reset(self._become_consensus("finish"), "consensus")
         self._started = False
 
     def close(self) -> None:
@@ -207,7 +218,8 @@ class Algorithm:
         self._set_aside = {name: copies[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         self._in_consensus = True
         try:
-            self._become_consensus("consensus")
+            if left_out := self._become_consensus("consensus"):
+                tell(self.comm, left_out, self.t, "left out of the consensus")
             yield
         finally:
             self._in_consensus, self._set_aside = False, {}
@@ -296,6 +308,17 @@ class Algorithm:
         self.x = self._parameters()
         self.weights, self._round_weights = self._round_weights, self._next_weights
 
+    def repair(self, left_out: tuple[int, ...]) -> None:
+        """x is the mean without these ranks, theirs as well. What else they hold may not be finite: see to it.
+
+        Where all ranks were finite nothing is done or sent.
+        """
+        if left_out:
+            members = set(self.x)
+            rest = [*(p.detach() for p in self._moved() if p not in members), *self.model.buffers()]
+            restore(rest, self.comm, left_out, self.subject("repair"))
+            self._reset(left_out, "round")
+
     @property
     def w(self) -> float:
         """w_i: this worker's weight."""
@@ -303,7 +326,7 @@ class Algorithm:
 
     def subject(self, kind: str, *, counted: bool = True, weights: Sequence[float] | None = None) -> Subject:
         """The header of a message of this algorithm at this step; weighted as the message in flight unless told."""
-        return Subject(self.name, kind, self.t, counted, tuple(weights or self.weights))
+        return Subject(self.name, kind, self.t, counted, tuple(weights or self.weights), self.skip_nonfinite)
 
     def _pending_correction(self) -> Callable[[], None] | None:
         """What adds c_i, the correction that has been drained but not yet folded, to x; None if there is none."""
@@ -328,20 +351,31 @@ class Algorithm:
         """All parameters that may differ between workers: the user may move some without an optimizer."""
         return list(dict.fromkeys([*self._parameters(), *self.model.parameters()]))
 
+    def _reset(self, left_out: tuple[int, ...], what: str) -> None:
+        if self.comm.rank in left_out:
+            forget(self.optimizers)
+        if left_out:
+            tell(self.comm, left_out, self.t, f"left out of the {what}, repaired from the others, optimizer state reset")
+
     @torch.no_grad()
-    def _become_consensus(self, kind: str) -> None:
+    def _become_consensus(self, kind: str) -> tuple[int, ...]:
+        """Returns the ranks that the consensus is one without; they have it now, like all."""
         fold = self._pending_correction()
         if fold is not None:
             fold()
         subject = self.subject(kind, counted=False)
-        self.comm.mean_([p.detach() for p in self._moved()], self.w, subject).wait()
+        fit = False if self.comm.rank in self.left_out else None
+        mean = self.comm.mean_([p.detach() for p in self._moved()], self.w, subject, fit=fit)
+        mean.wait()
         buffers = list(self.model.buffers())
         averaged = [b for b in buffers if b.is_floating_point() or b.is_complex()]
         counters = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
-        if averaged:  # an attention mask holds -inf rightly
-            self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), checked=False).wait()
+        if averaged:  # not looked at: an attention mask holds -inf rightly
+            fit = self.comm.rank not in mean.left_out
+            self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), fit=fit).wait()
         if counters:
             self.comm.broadcast_(counters, replace(subject, kind=f"{kind}, counters")).wait()
+        return mean.left_out
 
     # A plain loop
 

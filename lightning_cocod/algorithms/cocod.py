@@ -39,7 +39,7 @@ class CoCoD(Algorithm):
         weights: w of every rank, in any scale; the mini-batch sizes in the paper. Equal by default.
         warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
         overlap: False waits for A where it is launched: the same trajectory bit for bit, nothing hidden.
-        **shared: ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+        **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
 
     Raises:
         ValueError: an option out of range.
@@ -77,7 +77,7 @@ class CoCoD(Algorithm):
     def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0, then the first launch."""
         super().start(broadcast=broadcast)
-        self.S, self.A, self.rounds.ends = None, None, None
+        self.S, self.A, self.left_out, self.rounds.ends = None, None, (), None
         self._at_boundary()
 
     def after_step(self) -> None:
@@ -88,7 +88,7 @@ class CoCoD(Algorithm):
     def finish(self) -> None:
         """Every replica becomes Σ_j w_j (x_j + c_j)."""
         super().finish()
-        self.S, self.A = None, None
+        self.S, self.A, self.left_out = None, None, ()
 
     def _at_boundary(self) -> None:
         if self.comm.world_size > 1 and self.rounds.begin(self.t):
@@ -97,13 +97,17 @@ class CoCoD(Algorithm):
 
     @torch.no_grad()
     def _merge(self) -> None:
-        """wait(A) ; x ← x + (A − S)."""
+        """wait(A) ; x ← x + (A − S), or x ← A without a finite S."""
         if self.S is None:
             return
         if self.A is not None:
             self.A.wait()
-            self._merged, self._staleness = self.A, self.t - self.A.step
-        self.S.add_to(self.x)
+            self._merged, self._staleness, self.left_out = self.A, self.t - self.A.step, self.A.left_out
+        if self.comm.rank in self.left_out:
+            self.S.copy_to(self.x)
+        else:
+            self.S.add_to(self.x)
+        self.repair(self.left_out)
 
     @torch.no_grad()
     def _launch(self) -> None:
@@ -113,7 +117,7 @@ class CoCoD(Algorithm):
         if self.S is None or self.S.layout is not layout:
             self.S = layout.buffer()
         self.S.copy_(self.x)
-        self.A = self.comm.correction_(self.S, self.w, self.subject("round"))
+        self.A, self.left_out = self.comm.correction_(self.S, self.w, self.subject("round")), ()
         if not self.overlap:
             self.A.wait()
 
@@ -122,6 +126,7 @@ class CoCoD(Algorithm):
             return None
         if self.A is not None:
             self.A.wait(counted=False)
+            self.left_out = self.A.left_out
         S, x = self.S, self.x
         return lambda: S.add_to(x)
 
@@ -129,7 +134,7 @@ class CoCoD(Algorithm):
         """Adds the correction A - S of the round in flight: drained, not folded."""
         self._pending_correction()
         correction = None if self.S is None else [bucket.clone() for bucket in self.S.buckets]
-        return {**super().state_dict(), "correction": correction}
+        return {**super().state_dict(), "correction": correction, "left_out": list(self.left_out)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the correction that was in flight; it is folded at the step at which it would have been."""
@@ -140,7 +145,7 @@ class CoCoD(Algorithm):
             self.S = None
         elif self.S is None or self.S.layout is not layout:
             self.S = layout.buffer()
-        self.A = None
+        self.A, self.left_out = None, tuple(state["left_out"])
         if self.S is not None:
             for bucket, value in zip(self.S.buckets, state["correction"], strict=True):
                 bucket.copy_(value)

@@ -11,11 +11,16 @@ from lightning_cocod.comm import Communicator, Subject
 
 
 @torch.no_grad()
-def average_gradients(optimizers: Sequence[Optimizer], comm: Communicator, weight: float, subject: Subject) -> None:
+def average_gradients(
+    optimizers: Sequence[Optimizer], comm: Communicator, weight: float, subject: Subject
+) -> tuple[int, ...]:
     """g ← Σ_j w_j g_j for every parameter that the optimizers move.
 
     A parameter without a gradient on this worker contributes zero; one without a gradient on any worker keeps none, so its
     optimizer skips it as it would for a single worker.
+
+    Returns:
+        The ranks whose gradients were not finite. They have the mean of the others' as well.
 
     Raises:
         TypeError: a sparse gradient.
@@ -29,7 +34,9 @@ def average_gradients(optimizers: Sequence[Optimizer], comm: Communicator, weigh
     for p in missing:
         p.grad = torch.zeros_like(p)
     grads = [p.grad for p in params if p.grad is not None]
-    comm.mean_([*grads, present], weight, subject).wait()
-    for p, anywhere in zip(params, present.tolist(), strict=True) if missing else ():
+    mean = comm.mean_([*grads, present], weight, subject)
+    mean.wait()
+    for p, anywhere in zip(params, present.tolist(), strict=True) if missing or mean.left_out else ():
         if not anywhere:
             p.grad = None
+    return mean.left_out

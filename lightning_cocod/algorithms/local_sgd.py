@@ -29,7 +29,7 @@ class LocalSGD(Algorithm):
         period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         weights: w of every rank, in any scale. Equal by default.
         warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
-        **shared: ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+        **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
 
     Raises:
         ValueError: an option out of range.
@@ -68,4 +68,5 @@ class LocalSGD(Algorithm):
         if not first:
             self._merged = self.comm.mean_([p.detach() for p in self.x], self.w, self.subject("round"), measured=True)
             self._merged.wait()
+            self.repair(self._merged.left_out)
         self.weights = self._round_weights  # nothing is in flight: what is averaged next is the round that begins

@@ -28,6 +28,17 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
+def nonfinite(value: object) -> bool:
+    """What ``on_nonfinite`` says about ranks that are not finite: whether to go on without them.
+
+    Raises:
+        ValueError: neither "raise" nor "skip".
+    """
+    if value not in ("raise", "skip"):
+        raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {value!r}")
+    return value == "skip"
+
+
 def positive(weights: Sequence[float] | None, world_size: int | None = None) -> list[float] | None:
     """Weights of the ranks, in any scale; None stays None. Their number is checked once the world is known.
 

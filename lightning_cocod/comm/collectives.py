@@ -34,6 +34,8 @@ class Collective(Protocol):
     """One operation on all buckets of a layout."""
 
     layout: Layout
+    weight: float
+    """Of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives."""
 
     def contents(self, bucket: int) -> list[Tensor]:
         """What this worker puts into the message, as it lies in memory; looked at for NaN and infinity."""
@@ -85,13 +87,13 @@ class Mean(_InPlace):
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
         super().__init__(tensors, layout)
-        self._weight = weight
+        self.weight = weight
         self._distances: list[Tensor] | None = [] if measured else None
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i x_i."""
         super().fill(bucket, scratch)
-        scratch.mul_(self._weight)
+        scratch.mul_(self.weight)
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
@@ -115,28 +117,39 @@ class Mean(_InPlace):
 
 
 class Broadcast(_InPlace):
-    """x ← x of rank 0."""
+    """x ← x of the source, where it is wanted."""
+
+    weight = 1.0
+
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout, source: int = 0, *, wanted: bool = True) -> None:
+        super().__init__(tensors, layout)
+        self._source, self._wanted = source, wanted
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Rank 0 sends, the others receive."""
+        """The source sends, the others receive."""
         as_bytes = scratch.view(torch.uint8)  # the transport does not know every dtype
-        work = dist.broadcast(as_bytes, group_src=0, group=group, async_op=True)
+        work = dist.broadcast(as_bytes, group_src=self._source, group=group, async_op=True)
         assert work is not None
         return work
 
+    def drain(self, bucket: int, scratch: Tensor) -> None:
+        """Copy the pieces out, or leave one's own as they are."""
+        if self._wanted:
+            super().drain(bucket, scratch)
+
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Rank 0 sends a copy to everybody."""
+        """The source sends a copy to everybody."""
         nbytes = self.layout.nbytes
-        return ((world_size - 1) * nbytes, 0) if rank == 0 else (0, nbytes)
+        return ((world_size - 1) * nbytes, 0) if rank == self._source else (0, nbytes)
 
 
 class Correction:
-    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction."""
+    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction. One that is left out becomes the mean itself."""
 
     def __init__(self, snapshot: Buffer, weight: float) -> None:
         self.layout = snapshot.layout
         self._snapshot = snapshot.buckets
-        self._weight = weight
+        self.weight = weight
 
     def contents(self, bucket: int) -> list[Tensor]:
         """The bucket itself."""
@@ -144,15 +157,18 @@ class Correction:
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i S_i."""
-        torch.mul(self._snapshot[bucket], self._weight, out=scratch)
+        torch.mul(self._snapshot[bucket], self.weight, out=scratch)
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
         return _all_reduce(scratch, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
-        """S_i ← mean - S_i."""
-        torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
+        """S_i ← mean - S_i; without an S_i, S_i ← mean."""
+        if self.weight:
+            torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
+        else:
+            self._snapshot[bucket].copy_(scratch)
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
@@ -213,7 +229,10 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
         if len(at_work) == IN_FLIGHT:
             finish_oldest()
         memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT])
-        collective.fill(bucket, memory)
+        if collective.weight:
+            collective.fill(bucket, memory)
+        else:
+            memory.zero_()  # not 0·x: that is NaN where x is
         with transport():
             at_work.append((bucket, memory, collective.launch(memory, group)))
     while at_work:

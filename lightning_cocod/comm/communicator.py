@@ -21,7 +21,7 @@ from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
 from lightning_cocod.comm.errors import CommunicationError, GivenUp, PeerLost, TransportError, first_line, transport
-from lightning_cocod.comm.header import NONFINITE, WISH, Header, exchange, size_of
+from lightning_cocod.comm.header import NONFINITE, WISH, Header, exchange, size_of, unfit
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
@@ -216,22 +216,25 @@ class Communicator:
         subject: Subject,
         *,
         measured: bool = False,
-        checked: bool = True,
+        fit: bool | None = None,
     ) -> Message:
         """x ← Σ_j w_j x_j in place, w_j being each worker's own ``weight``. The tensors must rest until it is done.
 
-        With ``measured`` the message's numbers are ‖x‖ before and ‖mean - x‖: the size and the distance. Unless ``checked``,
-        NaN and infinity travel like other values.
+        With ``measured`` the message's numbers are ‖x‖ before and ‖mean - x‖: the size and the distance. This worker's part
+        is ``fit`` if it is finite; telling so spares the look, and lets NaN and infinity travel like other values.
         """
-        return self._submit(subject, Mean(tensors, self.layout(tensors), weight, measured=measured), checked=checked)
+        return self._submit(subject, Mean(tensors, self.layout(tensors), weight, measured=measured), fit=fit)
 
     def correction_(self, snapshot: Buffer, weight: float, subject: Subject) -> Message:
-        """S ← Σ_j w_j S_j - S in place. Its numbers are ‖S‖ before and ‖S‖ after: the size and the distance."""
+        """S ← Σ_j w_j S_j - S in place. Its numbers are ‖S‖ before and ‖S‖ after: the size and the distance.
+
+        Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers.
+        """
         return self._submit(subject, Correction(snapshot, weight))
 
-    def broadcast_(self, tensors: Sequence[Tensor], subject: Subject) -> Message:
-        """x ← x of rank 0, in place."""
-        return self._submit(subject, Broadcast(tensors, self.layout(tensors)), checked=False)
+    def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
+        """x ← x of the source, in place, on the ranks that want it."""
+        return self._submit(subject, Broadcast(tensors, self.layout(tensors), source, wanted=wanted), fit=True)
 
     def who(self, wish: bool, subject: Subject) -> list[int]:
         """The ranks that wish it. Blocking; nothing but headers travels, and they show whether all are in step."""
@@ -281,7 +284,7 @@ class Communicator:
         heard[self.rank] = self.samples
         return sum(heard)
 
-    def _submit(self, subject: Subject, collective: Collective, *, checked: bool = True) -> Message:
+    def _submit(self, subject: Subject, collective: Collective, *, fit: bool | None = None) -> Message:
         self.check()
         if self._thread is None:
             raise RuntimeError("nothing can be sent before start() or after close()")
@@ -290,7 +293,7 @@ class Communicator:
         def work() -> None:
             with self.lane.working():
                 self.lane.follow(departed)
-                self._carry_out(subject, collective, report, checked)
+                self._carry_out(subject, collective, report, fit)
 
         handle = self._send(self._thread, work, f"{subject.kind} at step {subject.step}")
         return Message(subject, handle, report, self.lane, self.ledger, lambda: self._watchdog.noticed())
@@ -307,10 +310,11 @@ class Communicator:
 
         return thread.submit(explained)
 
-    def _carry_out(self, subject: Subject, collective: Collective, report: Report, checked: bool) -> None:
+    def _carry_out(self, subject: Subject, collective: Collective, report: Report, fit: bool | None) -> None:
         layout = collective.layout
-        size = collectives.norm(collective) if checked else None
-        flags = 0 if size is None or collectives.is_finite(collective, size) else NONFINITE
+        size = collectives.norm(collective) if fit is None else None
+        if size is not None:
+            fit = collectives.is_finite(collective, size)
         header = Header(
             subject.algorithm,
             subject.kind,
@@ -318,18 +322,21 @@ class Communicator:
             layout.fingerprint,
             layout.nbytes,
             subject.weights_digest,
-            flags,
+            0 if fit else NONFINITE,
             self.samples,
         )
         report.listening = time.perf_counter()
         headers = exchange(header, self._groups[0], self._loss)
         self._samples_heard = [h.samples for h in headers]
+        report.left_out = unfit(headers, skip=subject.skip)
+        if report.left_out:
+            collective.weight = subject.weight(self.rank, report.left_out)
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         collectives.run(collective, self._groups[-1], self._scratch, self._loss)
         arrived = self.lane.mark()
         numbers = None
-        if size is not None and (distance := collective.distance()) is not None:
+        if fit and size is not None and (distance := collective.distance()) is not None:
             both = torch.stack([size, distance])
             numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
         report.arrived = self.lane.mark()

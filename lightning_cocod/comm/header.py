@@ -16,7 +16,7 @@ from lightning_cocod.comm.waiting import finish
 _NAME = 24
 _FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqqq")
 NONFINITE = 1
-"""Flag of a worker whose message holds NaN or infinity."""
+"""Flag of a worker whose message holds NaN or infinity, or must not be used for another reason."""
 WISH = 2
 """Flag of a worker that wishes what it asks about."""
 
@@ -89,7 +89,6 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
 
     Raises:
         MessageMismatch: two workers announce different messages. Raised on every worker, before anything is reduced.
-        NonFiniteMessage: some worker's message is not finite. Raised on every worker, before anything is reduced.
     """
     rank, world_size = group.rank(), group.size()
     everyone = [torch.empty(_FORMAT.size, dtype=torch.uint8) for _ in range(world_size)]
@@ -104,10 +103,24 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
                 f"workers are out of step: rank {rank} sends {mine}, rank {other} sends {header}; every rank needs the "
                 "same model, the same options, weights included, and the same number of batches"
             )
-    broken = [r for r, header in enumerate(headers) if header.flags & NONFINITE]
-    if broken:
+    return headers
+
+
+def unfit(headers: list[Header], *, skip: bool) -> tuple[int, ...]:
+    """The ranks whose message is not finite, for the others to go on without them.
+
+    Args:
+        headers: of all ranks.
+        skip: whether that is wanted.
+
+    Raises:
+        NonFiniteMessage: there are some and it is not wanted, or there are no others.
+    """
+    broken = tuple(rank for rank, header in enumerate(headers) if header.flags & NONFINITE)
+    if broken and not (skip and len(broken) < len(headers)):
+        message = headers[broken[0]]
         raise NonFiniteMessage(
-            f"{mine.algorithm}/{mine.kind} at step {mine.step}: NaN or infinity in the message of rank "
+            f"{message.algorithm}/{message.kind} at step {message.step}: NaN or infinity in the message of rank "
             f"{', '.join(map(str, broken))}; nothing was sent; lower the learning rate or clip gradients"
         )
-    return headers
+    return broken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 import zlib
@@ -26,6 +27,7 @@ class Subject:
         step: optimizer steps attempted so far.
         counted: whether its seconds count as training's; evaluation's do not.
         weights: of all workers, where the message is a mean.
+        skip: whether a mean is taken without the workers whose part is not finite; otherwise they are an error.
     """
 
     algorithm: str
@@ -33,11 +35,17 @@ class Subject:
     step: int
     counted: bool = True
     weights: tuple[float, ...] = ()
+    skip: bool = False
 
     @property
     def weights_digest(self) -> int:
         """By which workers see whether they weigh alike."""
         return zlib.crc32(struct.pack(f"{len(self.weights)}d", *self.weights))
+
+    def weight(self, rank: int, left_out: tuple[int, ...]) -> float:
+        """Of a worker in the mean over those that are not left out, as if there were no others; 0 if it is left out."""
+        rest = math.fsum(w for r, w in enumerate(self.weights) if r not in left_out)
+        return 0.0 if rank in left_out else self.weights[rank] / rest
 
 
 @dataclass
@@ -48,6 +56,7 @@ class Report:
     announced: float = float("inf")  # host time at which the last header had come
     arrived: Any = None
     numbers: Tensor | None = None
+    left_out: tuple[int, ...] = ()
 
 
 class Message:
@@ -99,8 +108,16 @@ class Message:
         ledger.add_when_known("skew", lambda: None if (s := stalled()) is None else min(s, late))
         ledger.add_when_known("exposed", lambda: None if (s := stalled()) is None else max(0.0, s - late))
 
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Once it has been waited for: the ranks whose part was not finite. They got the mean of the others."""
+        return self._report.left_out
+
     def numbers(self) -> list[float] | None:
-        """What the collective measured on the way, once the device has it; None before. Never blocks."""
+        """What the collective measured on the way, once the device has it; None before and where it measured nothing.
+
+        Never blocks.
+        """
         lane, report = self._lane, self._report
         if report.numbers is None or lane.seconds(report.arrived, report.arrived) is None:
             return None

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm
+from lightning_cocod.algorithms.options import nonfinite
 from lightning_cocod.comm import CommunicationError, Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.strategies import own_state, parts
@@ -66,6 +67,8 @@ class AlgorithmStrategy(DDPStrategy):
     Subclasses make the algorithm in ``make_algorithm`` and do nothing else.
 
     Args:
+        on_nonfinite: "raise" ends the run where a rank's message holds NaN or infinity. "skip" goes on with the mean of the
+            others, which that rank gets as well, and resets its optimizer's state.
         timeout: seconds without a heartbeat after which a peer counts as lost.
         process_group_timeout: seconds after which any collective fails although all peers live.
         connect_timeout: seconds to wait for the master, and for the other ranks, at start-up.
@@ -84,6 +87,7 @@ class AlgorithmStrategy(DDPStrategy):
     def __init__(
         self,
         *,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
         timeout: float = 60.0,
         process_group_timeout: float = 1800.0,
         connect_timeout: float = 300.0,
@@ -99,6 +103,8 @@ class AlgorithmStrategy(DDPStrategy):
             raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
         if start_method not in _START_METHODS:
             raise ValueError(f"start_method must be one of {', '.join(_START_METHODS)}, got {start_method!r}")
+        nonfinite(on_nonfinite)
+        self._on_nonfinite = on_nonfinite
         self._heartbeat_timeout = seconds("timeout", timeout)
         self._process_group_timeout = seconds("process_group_timeout", process_group_timeout)
         self._connect_timeout = seconds("connect_timeout", connect_timeout)

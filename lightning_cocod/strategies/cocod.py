@@ -61,4 +61,12 @@ class CoCoDStrategy(AlgorithmStrategy):
 
     @override
     def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> CoCoD:
-        return CoCoD(model, optimizers, self._when, overlap=self._overlap, weights=self._weights, communicator=communicator)
+        return CoCoD(
+            model,
+            optimizers,
+            self._when,
+            overlap=self._overlap,
+            weights=self._weights,
+            on_nonfinite=self._on_nonfinite,
+            communicator=communicator,
+        )

@@ -50,4 +50,11 @@ class LocalSGDStrategy(AlgorithmStrategy):
 
     @override
     def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> LocalSGD:
-        return LocalSGD(model, optimizers, self._when, weights=self._weights, communicator=communicator)
+        return LocalSGD(
+            model,
+            optimizers,
+            self._when,
+            weights=self._weights,
+            on_nonfinite=self._on_nonfinite,
+            communicator=communicator,
+        )
