@@ -219,6 +219,7 @@ def test_options_of_ddp_are_refused_with_a_reason(strategy, options, message):
         {"process_group_timeout": -1.0},
         {"connect_timeout": 0},
         {"compression": "int8"},
+        {"on_nonfinite": "ignore"},
     ],
 )
 def test_options_out_of_range_are_refused_in_one_line(strategy, options):

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_cocod import CoCoD, LocalSGD, NonFiniteMessage
 from lightning_cocod.algorithms.repair import forget
 from lightning_cocod.comm import communicator
-from lightning_cocod.strategies import STRATEGIES
+from lightning_cocod.strategies import STRATEGIES, CoCoDStrategy
 
 LIMIT = 60.0
 NAMES = [strategy.registered_name for strategy in STRATEGIES]
@@ -188,8 +188,9 @@ def fitted(rank, world, strategy, faults, weights):
 
 
 FAULTS = {
-    # in the warm-up; then in the middle of a round, so that a snapshot that was finite is in flight
-    2: {(1, 1): NAN, (1, 3): NAN},
+    # in the warm-up; in the middle of a round, so that a snapshot that was finite is in flight; before the last launch, so
+    # that finish comes before the merge
+    2: {(1, 1): NAN, (1, 3): NAN, (1, 10): INF},
     # two ranks in one round, rank 0 among them; one more in the last round, which finish is the first to see
     3: {(2, 0): INF, (0, 5): -INF, (1, 6): NAN, (2, 12): INF},
 }
@@ -225,8 +226,8 @@ def test_a_fit_goes_on_by_the_rule_when_gradients_break(strategy, n):
         torch.testing.assert_close(rank["end"][1], buffers, rtol=1e-10, atol=1e-12)
         assert torch.equal(rank["end"][0], ranks[0]["end"][0])
         assert torch.equal(rank["end"][1], ranks[0]["end"][1])
-    if n == 3:
-        assert [rank["end"][2] is None for rank in ranks] == [False, False, True]
+    reset = {3: [False, False, True], 2: [False, strategy is CoCoDStrategy]}[n]  # by finish
+    assert [rank["end"][2] is None for rank in ranks] == reset
     assert all(not rank["lines"] for rank in ranks[1:])
     assert ranks[0]["lines"] == lines_of(strategy.registered_name, n)
 
@@ -237,7 +238,12 @@ def lines_of(name, n):
     late = PERIOD if name == "cocod" else 0
     if n == 2:
         gradients = "rank 1 was not finite at step 1: gradients left out of the mean"
-        return [gradients, f"rank 1 was not finite at step {5 + late}: left out of the round, {repaired}"]
+        in_finish = "step 13: left out of the consensus" if late else "step 11: left out of the round"
+        return [
+            gradients,
+            f"rank 1 was not finite at step {5 + late}: left out of the round, {repaired}",
+            f"rank 1 was not finite at {in_finish}, {repaired}",
+        ]
     return [
         "rank 2 was not finite at step 0: gradients left out of the mean",
         f"ranks 0, 1 were not finite at step {8 + late}: left out of the round, {repaired}",
@@ -266,15 +272,16 @@ def take_step(algo, model, optimizer, x, fault=None):
     algo.step()
 
 
-def in_company(rank, n, name, steps=10):
+def in_company(rank, n, name, steps=10, **options):
     """The last rank breaks at every step: first its gradients, then its weights. Returns the path, and where it ends."""
     model, optimizer, data = problem(rank)
     path = []
-    with ALGORITHMS[name](model, optimizer, period=3, warmup_steps=2, on_nonfinite="skip") as algo:
+    with ALGORITHMS[name](model, optimizer, period=3, warmup_steps=2, on_nonfinite="skip", **options) as algo:
         for t in range(steps):
             if rank == n - 1 and t > 0:
                 model[0].weight.data[0, 0] = NAN
             take_step(algo, model, optimizer, data[t], NAN if rank == n - 1 else None)
+            assert all(map(math.isfinite, algo.metrics().values()))
             path.append(flat(model.parameters()))
     return torch.stack([*path, flat(model.parameters())])
 
@@ -292,7 +299,7 @@ def without(rank, n, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_others_go_on_as_if_the_broken_rank_did_not_exist_bit_for_bit(name):
-    """Two of three, and one of two. In CoCoD until the repair at step 5 has brought it back into the mean that comes at 8."""
+    """Two of three, and one of two. In CoCoD until the mean that comes at step 8: at 5 the broken rank is repaired."""
     until = {"cocod": 7, "local_sgd": 11}[name]
     for n in (3, 2):
         together, alone = run_ranks(in_company, n, name, timeout=LIMIT), run_ranks(without, n - 1, name, timeout=LIMIT)
@@ -301,6 +308,15 @@ def test_the_others_go_on_as_if_the_broken_rank_did_not_exist_bit_for_bit(name):
             assert other.isfinite().all()
         assert not together[-1].isfinite().all()
         assert torch.equal(together[-1][-1], together[0][-1])
+
+
+def with_and_without_overlap(rank, n):
+    return [in_company(rank, n, "cocod", overlap=overlap) for overlap in (True, False)]
+
+
+def test_repairs_come_at_the_same_steps_without_overlap():
+    for path, blocking in run_ranks(with_and_without_overlap, 3, timeout=LIMIT):
+        torch.testing.assert_close(blocking, path, rtol=0, atol=0, equal_nan=True)
 
 
 def poisoned(rank, n, name):
@@ -335,13 +351,13 @@ def test_without_a_broken_rank_the_option_changes_no_bit_and_sends_nothing(name)
 def nobody_left(rank, n, name):
     """All ranks break, to be seen in one message or another. Returns the texts of the errors."""
     texts = {}
-    for kind in ("round", "gradients", "consensus", "finish"):
+    for kind in ("round", "gradients", "consensus"):
         model, optimizer, data = problem(rank)
         warmup = 3 if kind == "gradients" else 0
 
         def loop():
             with ALGORITHMS[name](model, optimizer, period=2, warmup_steps=warmup, on_nonfinite="skip") as algo:
-                for t in range(1 if kind in ("consensus", "finish") else 6):
+                for t in range(1 if kind == "consensus" else 6):
                     take_step(algo, model, optimizer, data[t], (NAN, -INF)[rank])
                 if kind == "consensus":
                     with algo.consensus():
@@ -359,6 +375,37 @@ def test_where_no_rank_is_finite_all_raise_and_name_all(name):
         for kind, text in texts.items():
             assert f"{name}/{kind} at step" in text
             assert "NaN or infinity in the message of rank 0, 1;" in text
+
+
+def mended_by_hand(rank, n):
+    """Rank 1 is not finite where a round is launched; then its loop makes it finite. What evaluation and finish see."""
+    ends = []
+    for evaluated in (True, False):
+        model, optimizer, data = problem(rank)
+        with CoCoD(model, optimizer, period=3, on_nonfinite="skip") as algo:
+            for t in range(4):
+                take_step(algo, model, optimizer, data[t], INF if rank == 1 and t == 2 else None)
+                for p in model.parameters():
+                    if t > 2:
+                        p.data.nan_to_num_(0.5, 0.5, 0.5)
+            own = flat(model.parameters())
+            if evaluated:
+                with algo.consensus():
+                    ends.append((own, flat(model.parameters())))
+                for t in (4, 5):
+                    take_step(algo, model, optimizer, data[t])
+        ends.append((own, flat(model.parameters())))
+    return ends
+
+
+def test_a_replica_that_waits_for_its_repair_is_left_out_although_it_is_finite():
+    (evaluated, repaired, finished), others = run_ranks(mended_by_hand, 2, timeout=LIMIT)
+    for (own, end), (other, other_end) in zip((evaluated, finished), (others[0], others[2]), strict=True):
+        assert other.isfinite().all()
+        assert torch.equal(end, own)  # of one rank the mean is itself
+        assert torch.equal(end, other_end)
+    assert torch.equal(repaired[1], others[1][1])
+    assert not torch.equal(repaired[1], repaired[0])
 
 
 # What is not in the message

@@ -208,6 +208,7 @@ BAD_OPTIONS = [
     *({"period": bad} for bad in (0, -1, 2.5, True, None, "sometimes", {3: 2})),
     *({"weights": bad} for bad in ([], [1.0, 1.0], [0.0], [-1.0], [float("nan")], [float("inf")])),
     *({"warmup_steps": bad} for bad in (-1, 1.5)),
+    *({"on_nonfinite": bad} for bad in ("ignore", None, True)),
     *({"timeout": bad} for bad in (0, -1.0, float("nan"))),
     {"process_group_timeout": 0},
 ]
