@@ -27,7 +27,8 @@ class Subject:
         step: optimizer steps attempted so far.
         counted: whether its seconds count as training's; evaluation's do not.
         weights: of all workers, where the message is a mean.
-        skip: whether a mean is taken without the workers whose part is not finite; otherwise they are an error.
+        skip: whether a mean is taken without the workers whose part is not finite (it needs ``weights`` for that);
+            otherwise they are an error.
     """
 
     algorithm: str
