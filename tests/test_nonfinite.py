@@ -273,17 +273,20 @@ def take_step(algo, model, optimizer, x, fault=None):
 
 
 def in_company(rank, n, name, steps=10, **options):
-    """The last rank breaks at every step: first its gradients, then its weights. Returns the path, and where it ends."""
+    """The last rank breaks at every step: first its gradients, then its weights.
+
+    Returns the path with where it ends, and the distances that the metrics tell.
+    """
     model, optimizer, data = problem(rank)
-    path = []
+    path, distances = [], []
     with ALGORITHMS[name](model, optimizer, period=3, warmup_steps=2, on_nonfinite="skip", **options) as algo:
         for t in range(steps):
             if rank == n - 1 and t > 0:
-                model[0].weight.data[0, 0] = NAN
-            take_step(algo, model, optimizer, data[t], NAN if rank == n - 1 else None)
-            assert all(map(math.isfinite, algo.metrics().values()))
+                model[0].weight.data[0, 0] = INF
+            take_step(algo, model, optimizer, data[t], -INF if rank == n - 1 else None)
             path.append(flat(model.parameters()))
-    return torch.stack([*path, flat(model.parameters())])
+            distances.append(algo.metrics()["algo/replica_distance"])
+    return torch.stack([*path, flat(model.parameters())]), distances
 
 
 def without(rank, n, name):
@@ -302,16 +305,18 @@ def test_the_others_go_on_as_if_the_broken_rank_did_not_exist_bit_for_bit(name):
     """Two of three, and one of two. In CoCoD until the mean that comes at step 8: at 5 the broken rank is repaired."""
     until = {"cocod": 7, "local_sgd": 11}[name]
     for n in (3, 2):
-        together, alone = run_ranks(in_company, n, name, timeout=LIMIT), run_ranks(without, n - 1, name, timeout=LIMIT)
+        together, distances = zip(*run_ranks(in_company, n, name, timeout=LIMIT), strict=True)
+        alone = run_ranks(without, n - 1, name, timeout=LIMIT)
         for other, expected in zip(together[:-1], alone, strict=True):
             assert torch.equal(other[:until], expected[:until])
             assert other.isfinite().all()
         assert not together[-1].isfinite().all()
         assert torch.equal(together[-1][-1], together[0][-1])
+        assert all(math.isfinite(d) for rank in distances for d in rank)
 
 
 def with_and_without_overlap(rank, n):
-    return [in_company(rank, n, "cocod", overlap=overlap) for overlap in (True, False)]
+    return [in_company(rank, n, "cocod", overlap=overlap)[0] for overlap in (True, False)]
 
 
 def test_repairs_come_at_the_same_steps_without_overlap():
@@ -328,7 +333,7 @@ def poisoned(rank, n, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_broken_rank_that_is_not_left_out_poisons_the_others(name):
     """The negative control: a message with NaN is not harmless by itself."""
-    assert not run_ranks(poisoned, 2, name, timeout=LIMIT)[0].isfinite().all()
+    assert not run_ranks(poisoned, 2, name, timeout=LIMIT)[0][0].isfinite().all()
 
 
 def sound(rank, n, name, on_nonfinite):
