@@ -1,7 +1,8 @@
 """What a message does to tensors, bucket by bucket: fill a scratch bucket, let the transport reduce it, empty it again.
 
 Everything here runs in the communication thread. Scratch memory is allocated once and kept: pages that are new every round
-cost more than the arithmetic on them.
+cost more than the arithmetic on them. Sums of bfloat16 and float16 are float32 from the first product to the result, which
+is rounded once; they travel as float32 too, since the transport adds in the dtype that it carries.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,14 @@ def new_scratch() -> Scratch:
 
 
 class Collective(Protocol):
-    """One operation on all buckets of a layout."""
+    """One operation on all buckets of a layout.
+
+    Attributes:
+        sums: whether values are added up, and so travel in the dtype in which that is done.
+    """
 
     layout: Layout
+    sums: ClassVar[bool]
 
     def contents(self, bucket: int) -> list[Tensor]:
         """What this worker puts into the message, as it lies in memory; looked at for NaN and infinity."""
@@ -83,6 +89,8 @@ class _InPlace:
 class Mean(_InPlace):
     """x ← Σ_j w_j x_j."""
 
+    sums = True
+
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
         super().__init__(tensors, layout)
         self._weight = weight
@@ -107,7 +115,7 @@ class Mean(_InPlace):
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
-        return _ring(self.layout.nbytes, world_size)
+        return _ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
@@ -116,6 +124,8 @@ class Mean(_InPlace):
 
 class Broadcast(_InPlace):
     """x ← x of rank 0."""
+
+    sums = False
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Rank 0 sends, the others receive."""
@@ -131,7 +141,13 @@ class Broadcast(_InPlace):
 
 
 class Correction:
-    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction."""
+    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction.
+
+    In half precision the difference is taken in float32 and only then rounded: its error is relative to the correction,
+    which is small where workers agree, and not to the mean.
+    """
+
+    sums = True
 
     def __init__(self, snapshot: Buffer, weight: float) -> None:
         self.layout = snapshot.layout
@@ -144,7 +160,10 @@ class Correction:
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i S_i."""
-        torch.mul(self._snapshot[bucket], self._weight, out=scratch)
+        if scratch.dtype == self._snapshot[bucket].dtype:
+            torch.mul(self._snapshot[bucket], self._weight, out=scratch)
+        else:  # the product, too, in the dtype of the sum
+            scratch.copy_(self._snapshot[bucket]).mul_(self._weight)
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
@@ -152,11 +171,14 @@ class Correction:
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """S_i ← mean - S_i."""
-        torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
+        if scratch.dtype == self._snapshot[bucket].dtype:
+            torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
+        else:
+            self._snapshot[bucket].copy_(scratch.sub_(self._snapshot[bucket]))
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
-        return _ring(self.layout.nbytes, world_size)
+        return _ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖S‖, now that S is the correction."""
@@ -212,7 +234,7 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
     for bucket in range(len(collective.layout)):
         if len(at_work) == IN_FLIGHT:
             finish_oldest()
-        memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT])
+        memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT], summed=collective.sums)
         collective.fill(bucket, memory)
         with transport():
             at_work.append((bucket, memory, collective.launch(memory, group)))
