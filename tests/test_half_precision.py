@@ -58,8 +58,10 @@ def test_a_mean_of_halves_is_the_exact_mean_rounded_once(n, weights):
         exact = exact_mean(n, dtype, weights)
         once = exact.to(dtype)
         largest = torch.stack([values(r, dtype).double().abs() for r in range(n)]).amax(0)
-        undecided = distance_to_tie(exact, dtype) <= 2**-22 * largest  # float32 cannot tell on which side of a tie they lie
-        assert undecided.float().mean() < 0.03
+        rounded_products = any(w not in (1 / 2, 1 / 4) for w in weights)
+        # Where the weighted terms themselves are rounded, float32 cannot tell on which side of a tie the mean lies.
+        undecided = (distance_to_tie(exact, dtype) <= 2**-22 * largest) & rounded_products
+        assert undecided.float().mean() < 0.1
         for rank in ranks:
             mean = rank[str(dtype)]["mean"]
             assert torch.equal(mean, ranks[0][str(dtype)]["mean"])
