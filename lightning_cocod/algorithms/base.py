@@ -78,6 +78,9 @@ class Algorithm:
         process_group_timeout: float = 1800.0,
     ) -> None:
         self.model = model
+        self.beside: list[nn.Module] = []
+        """Modules that this worker keeps beside the model, such as a moving average of it. They are in the consensus: where
+        the model is the workers' mean, each of these is the mean of the workers'."""
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for opt in self.optimizers:
             if isinstance(opt, torch.optim.LBFGS):
@@ -179,6 +182,18 @@ class Algorithm:
             self._become_consensus("finish")
         self._started = False
 
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Around the replacement of all weights in mid-training, by their average for instance. Collective.
+
+        What is in flight is drained before; a new round begins with the new weights, which must be the same everywhere.
+        """
+        running = self._started
+        self.finish()
+        yield
+        if running:
+            self.start(broadcast=False)
+
     def close(self) -> None:
         """Wait for the peers that live, then end thread and groups. Idempotent; raises PeerLost (see ``Communicator``)."""
         self.comm.close()
@@ -193,13 +208,14 @@ class Algorithm:
         """Inside, parameters and buffers of the model are those of the consensus model, the same on every rank.
 
         Collective. Outside, training continues exactly where it was: nothing is folded, nothing is reset. Costs one more
-        copy of the parameters while it lasts, in host memory.
+        copy of the parameters while it lasts, in host memory, and one of everything ``beside`` the model.
         """
         if self.comm.world_size == 1 or not self._started or self._in_consensus:
             yield
             return
         parameters = [p.detach() for p in self._moved()]
-        buffers = [(m, name, b) for m in self.model.modules() for name, b in m._buffers.items() if b is not None]
+        modules = [m for root in (self.model, *self.beside) for m in root.modules()]
+        buffers = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
         own = [t.to("cpu", copy=True) for t in [*parameters, *(b for _, _, b in buffers)]]
         self._in_consensus = True
         try:
@@ -299,7 +315,8 @@ class Algorithm:
 
     def _moved(self) -> list[nn.Parameter]:
         """All parameters that may differ between workers: the user may move some without an optimizer."""
-        return list(dict.fromkeys([*self._parameters(), *self.model.parameters()]))
+        others = (p for root in (self.model, *self.beside) for p in root.parameters())
+        return list(dict.fromkeys([*self._parameters(), *others]))
 
     @torch.no_grad()
     def _become_consensus(self, kind: str) -> None:
@@ -307,14 +324,24 @@ class Algorithm:
         if fold is not None:
             fold()
         subject = self.subject(kind, counted=False)
-        self.comm.mean_([p.detach() for p in self._moved()], self.w, subject).wait()
-        buffers = list(self.model.buffers())
-        averaged = [b for b in buffers if b.is_floating_point() or b.is_complex()]
-        counters = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
-        if averaged:  # an attention mask holds -inf rightly
-            self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), checked=False).wait()
-        if counters:
-            self.comm.broadcast_(counters, replace(subject, kind=f"{kind}, counters")).wait()
+        with self._on_device([p.detach() for p in self._moved()]) as parameters:
+            self.comm.mean_(parameters, self.w, subject).wait()
+        buffers = [b for root in (self.model, *self.beside) for b in root.buffers()]
+        with self._on_device([b for b in buffers if b.is_floating_point() or b.is_complex()]) as averaged:
+            if averaged:  # an attention mask holds -inf rightly
+                self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), checked=False).wait()
+        with self._on_device([b for b in buffers if not (b.is_floating_point() or b.is_complex())]) as counters:
+            if counters:
+                self.comm.broadcast_(counters, replace(subject, kind=f"{kind}, counters")).wait()
+
+    @contextmanager
+    def _on_device(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The tensors; for those that lie elsewhere, as an average in host memory does, copies that are written back."""
+        here = [t.to(self.comm.device) for t in tensors]
+        yield here
+        for tensor, copy in zip(tensors, here, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
 
     # A plain loop
 

@@ -19,7 +19,7 @@ MIN_BUCKET_BYTES = 64 << 10
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of this dtype travel and are added up: halves as float32, so that the sum is rounded once."""
+    """The dtype in which values of this dtype travel and are added up: halves as float32, rounded once, at the end."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 

@@ -89,7 +89,7 @@ class _InPlace:
 class Mean(_InPlace):
     """x ← Σ_j w_j x_j."""
 
-    sums = True
+    sums: ClassVar[bool] = True
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
         super().__init__(tensors, layout)
@@ -125,7 +125,7 @@ class Mean(_InPlace):
 class Broadcast(_InPlace):
     """x ← x of rank 0."""
 
-    sums = False
+    sums: ClassVar[bool] = False
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Rank 0 sends, the others receive."""
@@ -147,7 +147,7 @@ class Correction:
     which is small where workers agree, and not to the mean.
     """
 
-    sums = True
+    sums: ClassVar[bool] = True
 
     def __init__(self, snapshot: Buffer, weight: float) -> None:
         self.layout = snapshot.layout

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
@@ -28,14 +27,15 @@ from typing_extensions import override
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm import CommunicationError, Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.strategies.averages import TimeAverages
 from lightning_cocod.strategies.quiet import QuietLoop
 from lightning_cocod.strategies.rendezvous import check_master
 from lightning_cocod.strategies.stepper import Stepper
+from lightning_cocod.strategies.tuning import takes_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_LOCAL_AVERAGE: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # Lightning has it since 2.6
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _DDP_ONLY = {
     "find_unused_parameters": "parameters without a gradient are allowed anyway",
@@ -162,9 +162,9 @@ class AlgorithmStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._refuse_local_averages(trainer)
         communicator = self._communicator
-        assert self.model is not None and communicator is not None
+        assert self.model is not None
+        assert communicator is not None
         self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
         self._refuse_scaled_warm_up(self._algorithm)
         self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
@@ -290,19 +290,28 @@ class AlgorithmStrategy(DDPStrategy):
         """The consensus model's. Collective: all ranks call it. After a failure nobody answers: this rank's replica's."""
         if self._algorithm is None:
             return super().lightning_module_state_dict()
-        if self._algorithm.comm.failed:
-            rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
-            return super().lightning_module_state_dict()
-        with self._algorithm.consensus():
+        with self._saving():
             state = super().lightning_module_state_dict()
             return {name: _copy(value) for name, value in state.items()}
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """The consensus model in place, or this rank's replica once communication has failed."""
+        if self.algorithm.comm.failed:
+            rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
+            yield
+            return
+        with self.algorithm.consensus():
+            yield
 
     # The calendar
 
     def _enter_calendar(self, trainer: pl.Trainer, algorithm: Algorithm, quiet: QuietLoop) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
         first = _First(self, algorithm, quiet)
+        averages = TimeAverages(trainer, algorithm, self._saving)
         quiet.install()
+        averages.install()
         callbacks.insert(0, first)
         validation = trainer.fit_loop.epoch_loop.val_loop
         run = validation.run
@@ -318,7 +327,8 @@ class AlgorithmStrategy(DDPStrategy):
 
         def fit_and_tell() -> None:
             try:
-                fit()
+                with takes_part(first, trainer, quiet):
+                    fit()
             except BaseException as error:
                 self._tell(error)
                 raise
@@ -327,17 +337,11 @@ class AlgorithmStrategy(DDPStrategy):
         loop.run = fit_and_tell  # type: ignore[method-assign]
         self._undo += [
             quiet.remove,
+            averages.remove,
             lambda: callbacks.remove(first),
             lambda: delattr(validation, "run"),
             lambda: delattr(loop, "run"),
         ]
-
-    def _refuse_local_averages(self, trainer: pl.Trainer) -> None:
-        if self.world_size > 1 and any(isinstance(c, _LOCAL_AVERAGE) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "WeightAveraging and EMAWeightAveraging average one rank's replica and would evaluate another model on each "
-                "rank; use StochasticWeightAveraging, or strategy='ddp'"
-            )
 
     def _refuse_scaled_warm_up(self, algorithm: Algorithm) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None and algorithm.when.synchronous(0):
