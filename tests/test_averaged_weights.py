@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from support.ranks import run_ranks
-from support.toys import Toy, loader, parameters, trainer
+from support.toys import Toy, loader, trainer
 
 from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
 

@@ -1,11 +1,13 @@
-"""Parameters in bfloat16 and float16: summed in float32, rounded once, and the identities of the specification to their resolution."""
+"""Parameters in bfloat16 and float16: summed in float32, rounded once; the identities hold to their resolution."""
+
+import functools
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
-from support.toys import Toy, loader, trainer
+from support.toys import Toy, loader, parameters, trainer
 from test_comm_communicator import about, communicating, numbers
 
 from lightning_cocod import CoCoD, CoCoDStrategy, LocalSGDStrategy
@@ -44,6 +46,11 @@ def half_results(rank, n, weights):
     return found
 
 
+@functools.cache
+def results(n, weights):
+    return run_ranks(half_results, n, weights)
+
+
 def distance_to_tie(x, dtype):
     """How far x is from the middle between the two numbers of this dtype around it."""
     near = x.to(dtype)
@@ -53,7 +60,7 @@ def distance_to_tie(x, dtype):
 
 @pytest.mark.parametrize(("n", "weights"), [(2, [1 / 2] * 2), (3, [1 / 3] * 3), (4, [1 / 4] * 4), (4, UNEQUAL)])
 def test_a_mean_of_halves_is_the_exact_mean_rounded_once(n, weights):
-    ranks = run_ranks(half_results, n, weights)
+    ranks = results(n, tuple(weights))
     for dtype in HALVES:
         exact = exact_mean(n, dtype, weights)
         once = exact.to(dtype)
@@ -73,7 +80,7 @@ def test_a_mean_of_halves_is_the_exact_mean_rounded_once(n, weights):
 @pytest.mark.parametrize(("n", "weights"), [(2, [1 / 2] * 2), (3, [1 / 3] * 3), (4, UNEQUAL)])
 def test_a_correction_of_halves_loses_nothing_of_the_mean(n, weights):
     """c_i = A - S_i, rounded once: Σ w_i (x_i + c_i) = Σ w_i x_i to the resolution of the corrections, not of the mean."""
-    ranks = run_ranks(half_results, n, weights)
+    ranks = results(n, tuple(weights))
     for dtype in HALVES:
         mean, resolution = exact_mean(n, dtype, weights), torch.finfo(dtype).eps / 2
         tiny = torch.finfo(dtype).smallest_normal * resolution
@@ -88,7 +95,7 @@ def test_a_correction_of_halves_loses_nothing_of_the_mean(n, weights):
 
 
 def test_what_travels_is_counted_as_float32_and_buckets_stay_small():
-    for rank in run_ranks(half_results, 2, [1 / 2] * 2):
+    for rank in results(2, (1 / 2, 1 / 2)):
         sent = {dtype: rank[str(dtype)]["sent"] for dtype in [*HALVES, torch.float32]}
         assert len(set(sent.values())) == 1
         assert sent[torch.float32] > 40_000 * 4
@@ -112,8 +119,7 @@ def merged(rank, n, dtype):
             path.append((before, x.detach().clone()))
         with cocod.consensus():
             seen = x.detach().clone()
-        own = x.detach().clone()
-    return {"path": path, "seen": seen, "own": own, "end": x.detach()}
+    return {"path": path, "seen": seen, "end": x.detach()}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -141,10 +147,10 @@ class Path(Callback):
         self.path, self.seen = [], []
 
     def on_train_batch_end(self, trainer, module, *_):
-        self.path.append(torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()]))
+        self.path.append(parameters(module))
 
     def on_validation_batch_end(self, trainer, module, *_):
-        self.seen.append(torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()]))
+        self.seen.append(parameters(module))
 
 
 def true_half(rank, world, strategy, precision):
@@ -153,10 +159,6 @@ def true_half(rank, world, strategy, precision):
     t = trainer(strategy, world, callbacks=[kept], precision=precision, max_epochs=2, num_sanity_val_steps=0)
     t.fit(model, loader(), loader(shuffle=False))
     return {"path": torch.stack(kept.path), "seen": torch.stack(kept.seen), "end": parameters(model), "state": state(model)}
-
-
-def parameters(module):
-    return torch.cat([p.detach().reshape(-1).clone() for p in module.parameters()])
 
 
 def state(module):

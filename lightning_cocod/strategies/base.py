@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -150,6 +151,7 @@ class AlgorithmStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0."""
         assert self.model is not None
+        _refuse_lazy(self.model)
         _sync_module_states(self.model)
 
     @override
@@ -388,6 +390,15 @@ class _First(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._strategy.abort(exception)
+
+
+def _refuse_lazy(model: torch.nn.Module) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise MisconfigurationException(
+            f"parameter {lazy[0]} has no shape yet, and ranks cannot begin with the same weights: run a batch through the "
+            "model before trainer.fit or at the end of configure_model, or give the layer its sizes"
+        )
 
 
 def _copy(value: Any) -> Any:

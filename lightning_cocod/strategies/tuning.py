@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def takes_part(verbs: Callback, trainer: pl.Trainer, quiet: QuietLoop) -> Iterator[None]:
-    """While the loop runs, the algorithm's verbs are called, whoever runs it. A tuner looks for its own callback first in the
-    list, so the verbs come last there.
-    """
+    """The verbs are called whoever runs the loop. In a tuner's list they come last: it looks for its own callback first."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
     if verbs in callbacks:
         yield
