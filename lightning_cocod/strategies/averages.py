@@ -73,10 +73,10 @@ class TimeAverages:
             with self._consensus():
                 result = write(*args)
                 if result is not None:
-                    return apply_to_collection(result, Tensor, torch.clone)
+                    return apply_to_collection(result, Tensor, _copy)
                 checkpoint = args[-1]
                 for part in ("state_dict", "averaging_state"):
-                    checkpoint[part] = apply_to_collection(checkpoint[part], Tensor, torch.clone)
+                    checkpoint[part] = apply_to_collection(checkpoint[part], Tensor, _copy)
                 return None
 
         return written
@@ -97,3 +97,7 @@ class TimeAverages:
         ours, theirs = (chain(m.parameters(), m.buffers()) for m in (average.module, model))
         for mine, initial in zip(ours, theirs, strict=True):
             mine.copy_(initial)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
