@@ -754,7 +754,14 @@ def zoo_run(rank, n, cap, steps=13):
 
 
 def zoo_reference(steps=13):
-    """Two workers, one process. The sum of two is the same in any order, so that this is exact in every dtype."""
+    """Two workers, one process. The sum of two is the same in any order, so that this is exact in every dtype.
+
+    Halves are averaged in float32; the correction A - S is what is rounded.
+    """
+
+    def summed(t):
+        return t.float() if t.dtype == torch.bfloat16 else t
+
     workers = [zoo_params(0) for _ in range(2)]
     optimizers = [zoo_optimizer(params) for params in workers]
     S, A = None, None
@@ -764,9 +771,9 @@ def zoo_reference(steps=13):
             with torch.no_grad():
                 for k, mean in (A or {}).items():
                     for params, s in zip(workers, S, strict=True):
-                        params[k] += mean - s[k]
+                        params[k] += (mean - summed(s[k])).to(s[k].dtype)
                 S = [{k: params[k].detach().clone() for k in moving} for params in workers]
-                A = {k: S[0][k] * 0.5 + S[1][k] * 0.5 for k in moving}
+                A = {k: summed(S[0][k]) * 0.5 + summed(S[1][k]) * 0.5 for k in moving}
         if t == steps:
             return [{k: p.detach() for k, p in params.items()} for params in workers]
         for rank, (params, optimizer) in enumerate(zip(workers, optimizers, strict=True)):

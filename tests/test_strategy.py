@@ -248,20 +248,6 @@ def test_lbfgs_is_refused(strategy):
     run_ranks(lbfgs, 2, strategy, init=False)
 
 
-def local_average(rank, world):
-    from lightning.pytorch.callbacks import EMAWeightAveraging
-
-    with pytest.raises(Exception, match="would evaluate another model on each rank"):
-        trainer("cocod", world, callbacks=[EMAWeightAveraging()]).fit(Toy(), loader())
-
-
-@pytest.mark.skipif(
-    not hasattr(L.pytorch.callbacks, "EMAWeightAveraging"), reason="Lightning before 2.6 has no such callback"
-)
-def test_averages_of_one_replica_are_refused():
-    run_ranks(local_average, 2, init=False)
-
-
 class Fused(Toy):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, fused=True)

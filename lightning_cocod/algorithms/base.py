@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -83,6 +83,9 @@ class Algorithm:
         process_group_timeout: float = 1800.0,
     ) -> None:
         self.model = model
+        self.beside: list[nn.Module] = []
+        """Modules that this worker keeps beside the model, such as a moving average of it. They are in the consensus: where
+        the model is the workers' mean, each of these is the mean of the workers'."""
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for opt in self.optimizers:
             if isinstance(opt, torch.optim.LBFGS):
@@ -191,6 +194,18 @@ class Algorithm:
             self._reset(self._become_consensus("finish"), "consensus")
         self._started = False
 
+    @contextmanager
+    def rewriting(self) -> Iterator[None]:
+        """Around the replacement of all weights in mid-training, by their average for instance. Collective.
+
+        What is in flight is drained before; a new round begins with the new weights, which must be the same everywhere.
+        """
+        running = self._started
+        self.finish()
+        yield
+        if running:
+            self.start(broadcast=False)
+
     def close(self) -> None:
         """Wait for the peers that live, then end thread and groups. Idempotent; raises PeerLost (see ``Communicator``)."""
         self.comm.close()
@@ -205,17 +220,18 @@ class Algorithm:
         """Inside, parameters and buffers of the model are those of the consensus model, the same on every rank.
 
         Collective. Outside, training continues exactly where it was: nothing is folded, nothing is reset. Costs one more
-        copy of the parameters while it lasts, in host memory.
+        copy of the parameters while it lasts, in host memory, and one of everything ``beside`` the model.
         """
         if self.comm.world_size == 1 or not self._started or self._in_consensus:
             yield
             return
         parameters = self._moved()
-        buffers = [(m, name, b) for m in self.model.modules() for name, b in m._buffers.items() if b is not None]
+        modules = [m for root in (self.model, *self.beside) for m in root.modules()]
+        buffers = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
         tensors = [*parameters, *(b for _, _, b in buffers)]
         own = [t.detach().to("cpu", copy=True) for t in tensors]
         copies = {id(tensor): copy for tensor, copy in zip(tensors, own, strict=True)}
-        self._set_aside = {name: copies[id(tensor)] for name, tensor in named_tensors(self.model).items()}
+        self._set_aside = {name: copies[id(tensor)] for name, tensor in self._named().items()}
         self._in_consensus = True
         try:
             if left_out := self._become_consensus("consensus"):
@@ -230,8 +246,18 @@ class Algorithm:
                     tensor.copy_(value)
 
     def replica(self) -> dict[str, Tensor]:
-        """This worker's own parameters and buffers by name, inside ``consensus()`` as well. They are not copies."""
-        return self._set_aside or {name: tensor.detach() for name, tensor in named_tensors(self.model).items()}
+        """This worker's own parameters and buffers by name, inside ``consensus()`` as well. They are not copies.
+
+        Those of the modules ``beside`` the model are among them.
+        """
+        return self._set_aside or {name: tensor.detach() for name, tensor in self._named().items()}
+
+    @torch.no_grad()
+    def load_replica(self, replica: Mapping[str, Tensor]) -> None:
+        """Put a worker's own parameters and buffers in place of what is there, as far as the model has them."""
+        for name, tensor in self._named().items():
+            if name in replica:
+                tensor.copy_(replica[name])
 
     @property
     def started(self) -> bool:
@@ -315,8 +341,8 @@ class Algorithm:
         """
         if left_out:
             members = set(self.x)
-            rest = [*(p.detach() for p in self._moved() if p not in members), *self.model.buffers()]
-            restore(rest, self.comm, left_out, self.subject("repair"))
+            with self._on_device([*(p.detach() for p in self._moved() if p not in members), *self._buffers()]) as rest:
+                restore(rest, self.comm, left_out, self.subject("repair"))
             self._reset(left_out, "round")
 
     @property
@@ -349,7 +375,16 @@ class Algorithm:
 
     def _moved(self) -> list[nn.Parameter]:
         """All parameters that may differ between workers: the user may move some without an optimizer."""
-        return list(dict.fromkeys([*self._parameters(), *self.model.parameters()]))
+        others = (p for root in (self.model, *self.beside) for p in root.parameters())
+        return list(dict.fromkeys([*self._parameters(), *others]))
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for root in (self.model, *self.beside) for buffer in root.buffers()]
+
+    def _named(self) -> dict[str, Tensor]:
+        """Everything of this worker that the consensus replaces for a while, by name."""
+        beside = {f"beside {n}: {name}": t for n, m in enumerate(self.beside) for name, t in named_tensors(m).items()}
+        return {**named_tensors(self.model), **beside}
 
     def _reset(self, left_out: tuple[int, ...], what: str) -> None:
         if self.comm.rank in left_out:
@@ -365,17 +400,27 @@ class Algorithm:
             fold()
         subject = self.subject(kind, counted=False)
         fit = False if self.comm.rank in self.left_out else None
-        mean = self.comm.mean_([p.detach() for p in self._moved()], self.w, subject, fit=fit)
-        mean.wait()
-        buffers = list(self.model.buffers())
-        averaged = [b for b in buffers if b.is_floating_point() or b.is_complex()]
-        counters = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
-        if averaged:  # not looked at: an attention mask holds -inf rightly
-            fit = self.comm.rank not in mean.left_out
-            self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), fit=fit).wait()
-        if counters:
-            self.comm.broadcast_(counters, replace(subject, kind=f"{kind}, counters")).wait()
+        with self._on_device([p.detach() for p in self._moved()]) as parameters:
+            mean = self.comm.mean_(parameters, self.w, subject, fit=fit)
+            mean.wait()
+        buffers = self._buffers()
+        with self._on_device([b for b in buffers if b.is_floating_point() or b.is_complex()]) as averaged:
+            if averaged:  # not looked at: an attention mask holds -inf rightly
+                fit = self.comm.rank not in mean.left_out
+                self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), fit=fit).wait()
+        with self._on_device([b for b in buffers if not (b.is_floating_point() or b.is_complex())]) as counters:
+            if counters:
+                self.comm.broadcast_(counters, replace(subject, kind=f"{kind}, counters")).wait()
         return mean.left_out
+
+    @contextmanager
+    def _on_device(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The tensors; for those that lie elsewhere, as an average in host memory does, copies that are written back."""
+        here = [t.to(self.comm.device) for t in tensors]
+        yield here
+        for tensor, copy in zip(tensors, here, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
 
     # A plain loop
 

@@ -18,6 +18,11 @@ MAX_BUCKET_BYTES = 4 << 20
 MIN_BUCKET_BYTES = 64 << 10
 
 
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of this dtype travel and are added up: halves as float32, rounded once, at the end."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Elements [start, stop) of tensor ``index``, in memory order, at ``offset`` of the bucket."""
@@ -56,21 +61,26 @@ class Layout:
 
     Args:
         tensors: what travels. Dense tensors are cut anywhere; a tensor with gaps in its memory stays in one piece.
-        cap: the most bytes of a bucket. By default a hundredth of the whole, between 64 KiB and 4 MiB, so that our
-            buffers in flight and the transport's stay below 4 % of the parameters.
+        cap: the most bytes of a bucket as its values are summed (``summed_in``). By default a hundredth of the whole,
+            between 64 KiB and 4 MiB, so that our buffers in flight and the transport's stay below 4 % of the parameters.
+
+    Attributes:
+        nbytes: of the tensors.
+        summed_nbytes: of the same values as they are summed.
     """
 
     def __init__(self, tensors: Sequence[Tensor], cap: int | None = None) -> None:
         total = sum(t.numel() * t.element_size() for t in tensors)
         cap = cap or min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, total // 100))
         self.nbytes = total
+        self.summed_nbytes = sum(t.numel() * summed_in(t.dtype).itemsize for t in tensors)
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sizes: list[int] = []
         self._pieces: list[list[_Piece]] = []
         digest = hashlib.sha256(str(cap).encode())
         self._forms = [_form(t) for t in tensors]
         for kind in dict.fromkeys((t.dtype, t.device) for t in tensors if t.numel() > 0):
-            room = max(1, cap // torch.empty((), dtype=kind[0]).element_size())
+            room = max(1, cap // summed_in(kind[0]).itemsize)
             self._open(kind)
             for index, tensor in enumerate(tensors):
                 if (tensor.dtype, tensor.device) != kind:
@@ -116,9 +126,12 @@ class Layout:
         """New, uninitialised buckets for a copy of all the tensors."""
         return Buffer(self, [torch.empty(n, dtype=k[0], device=k[1]) for n, k in self._each()])
 
-    def scratch(self, bucket: int, memory: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
-        """One bucket's worth of reusable memory out of a pool that grows to the largest bucket and stays."""
-        kind, size = self._kinds[bucket], self._sizes[bucket]
+    def scratch(self, bucket: int, memory: dict[tuple[torch.dtype, torch.device], Tensor], *, summed: bool) -> Tensor:
+        """One bucket's worth of reusable memory, for its ``summed`` values or for its bytes, out of a pool that grows to the
+        largest bucket and stays.
+        """
+        (dtype, device), size = self._kinds[bucket], self._sizes[bucket]
+        kind = (summed_in(dtype) if summed else dtype, device)
         if kind not in memory or memory[kind].numel() < size:
             memory[kind] = torch.empty(size, dtype=kind[0], device=kind[1])
         return memory[kind][:size]

@@ -1,7 +1,8 @@
 """What a message does to tensors, bucket by bucket: fill a scratch bucket, let the transport reduce it, empty it again.
 
 Everything here runs in the communication thread. Scratch memory is allocated once and kept: pages that are new every round
-cost more than the arithmetic on them.
+cost more than the arithmetic on them. Sums of bfloat16 and float16 are float32 from the first product to the result, which
+is rounded once; they travel as float32 too, since the transport adds in the dtype that it carries.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,16 @@ def new_scratch() -> Scratch:
 
 
 class Collective(Protocol):
-    """One operation on all buckets of a layout."""
+    """One operation on all buckets of a layout.
+
+    Attributes:
+        sums: whether values are added up, and so travel in the dtype in which that is done.
+    """
 
     layout: Layout
     weight: float
     """Of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives."""
+    sums: ClassVar[bool]
 
     def contents(self, bucket: int) -> list[Tensor]:
         """What this worker puts into the message, as it lies in memory; looked at for NaN and infinity."""
@@ -85,6 +91,8 @@ class _InPlace:
 class Mean(_InPlace):
     """x ← Σ_j w_j x_j."""
 
+    sums: ClassVar[bool] = True
+
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
         super().__init__(tensors, layout)
         self.weight = weight
@@ -109,7 +117,7 @@ class Mean(_InPlace):
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
-        return _ring(self.layout.nbytes, world_size)
+        return _ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
@@ -124,6 +132,8 @@ class Broadcast(_InPlace):
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, source: int = 0, *, wanted: bool = True) -> None:
         super().__init__(tensors, layout)
         self._source, self._wanted = source, wanted
+
+    sums: ClassVar[bool] = False
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """The source sends, the others receive."""
@@ -144,7 +154,13 @@ class Broadcast(_InPlace):
 
 
 class Correction:
-    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction. One that is left out becomes the mean itself."""
+    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction. One that is left out becomes the mean itself.
+
+    In half precision the difference is taken in float32 and only then rounded: its error is relative to the correction,
+    which is small where workers agree, and not to the mean.
+    """
+
+    sums: ClassVar[bool] = True
 
     def __init__(self, snapshot: Buffer, weight: float) -> None:
         self.layout = snapshot.layout
@@ -157,7 +173,10 @@ class Correction:
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i S_i."""
-        torch.mul(self._snapshot[bucket], self.weight, out=scratch)
+        if scratch.dtype == self._snapshot[bucket].dtype:
+            torch.mul(self._snapshot[bucket], self.weight, out=scratch)
+        else:  # the product, too, in the dtype of the sum
+            scratch.copy_(self._snapshot[bucket]).mul_(self.weight)
 
     def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
@@ -165,14 +184,16 @@ class Correction:
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """S_i ← mean - S_i; without an S_i, S_i ← mean."""
-        if self.weight:
+        if not self.weight:
+            self._snapshot[bucket].copy_(scratch)
+        elif scratch.dtype == self._snapshot[bucket].dtype:
             torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
         else:
-            self._snapshot[bucket].copy_(scratch)
+            self._snapshot[bucket].copy_(scratch.sub_(self._snapshot[bucket]))
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
-        return _ring(self.layout.nbytes, world_size)
+        return _ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖S‖, now that S is the correction."""
@@ -228,7 +249,7 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
     for bucket in range(len(collective.layout)):
         if len(at_work) == IN_FLIGHT:
             finish_oldest()
-        memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT])
+        memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT], summed=collective.sums)
         if collective.weight:
             collective.fill(bucket, memory)
         else:

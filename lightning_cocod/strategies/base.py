@@ -6,7 +6,7 @@ import sys
 import traceback
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -16,7 +16,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -25,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,6 +33,7 @@ from lightning_cocod.algorithms.options import nonfinite
 from lightning_cocod.comm import CommunicationError, Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.strategies import own_state, parts
+from lightning_cocod.strategies.averages import TimeAverages
 from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
 from lightning_cocod.strategies.continuing import continuing
@@ -42,11 +43,11 @@ from lightning_cocod.strategies.quiet import QuietLoop
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master
 from lightning_cocod.strategies.stepper import Stepper
+from lightning_cocod.strategies.tuning import takes_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_LOCAL_AVERAGE: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # Lightning has it since 2.6
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _DDP_ONLY = {
     "find_unused_parameters": "parameters without a gradient are allowed anyway",
@@ -166,10 +167,10 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0, unless resumed."""
+        """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0."""
         assert self.model is not None
-        if self._resumed is None:
-            _sync_module_states(self.model)
+        _refuse_lazy(self.model)
+        _sync_module_states(self.model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -181,7 +182,6 @@ class AlgorithmStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._refuse_local_averages(trainer)
         communicator = self._communicator
         assert self.model is not None
         assert communicator is not None
@@ -205,7 +205,7 @@ class AlgorithmStrategy(DDPStrategy):
         # counter lacks the step in which a checkpoint was saved.
         automatic = self.lightning_module.automatic_optimization
         self.algorithm.t = loop.epoch_loop.global_step if automatic else loop.epoch_loop._batches_that_stepped
-        self.algorithm.start(broadcast=False)  # done in configure_ddp, or every rank has been given its own
+        self.algorithm.start(broadcast=False)  # done in configure_ddp
         if self._resumed is not None:
             self._resumed.continue_(self.lightning_module.trainer, self.algorithm, self.root_device)
             self._resumed = None
@@ -333,12 +333,19 @@ class AlgorithmStrategy(DDPStrategy):
         """The consensus model's. Collective: all ranks call it. After a failure nobody answers: this rank's replica's."""
         if self._algorithm is None:
             return super().lightning_module_state_dict()
-        if self._algorithm.comm.failed:
-            rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
-            return super().lightning_module_state_dict()
-        with self._algorithm.consensus():
+        with self._saving():
             state = super().lightning_module_state_dict()
             return {name: _copy(value) for name, value in state.items()}
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """The consensus model in place, or this rank's replica once communication has failed."""
+        if self.algorithm.comm.failed:
+            rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
+            yield
+            return
+        with self.algorithm.consensus():
+            yield
 
     # Beside the consensus model, a checkpoint has each rank's own state
 
@@ -382,13 +389,6 @@ class AlgorithmStrategy(DDPStrategy):
         return checkpoint
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        if self._resumed is not None:
-            assert self.lightning_module is not None
-            self._resumed.load_replica(self.lightning_module)
-
-    @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
@@ -412,7 +412,9 @@ class AlgorithmStrategy(DDPStrategy):
     def _enter_calendar(self, trainer: pl.Trainer, algorithm: Algorithm, quiet: QuietLoop) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
         first = _First(self, algorithm, quiet)
+        averages = TimeAverages(trainer, algorithm, self._saving)
         quiet.install()
+        averages.install()
         callbacks.insert(0, first)
         validation = trainer.fit_loop.epoch_loop.val_loop
         run = validation.run
@@ -428,7 +430,8 @@ class AlgorithmStrategy(DDPStrategy):
 
         def fit_and_tell() -> None:
             try:
-                fit()
+                with takes_part(first, trainer, quiet):
+                    fit()
                 if self._resumed is not None:  # nothing was left to train
                     self.on_train_start()
                     algorithm.finish()
@@ -451,18 +454,12 @@ class AlgorithmStrategy(DDPStrategy):
             self._undo.append(judge_together(trainer))
         self._undo += [
             quiet.remove,
+            averages.remove,
             lambda: callbacks.remove(first),
             lambda: delattr(validation, "run"),
             lambda: delattr(loop, "run"),
             lambda: delattr(batches, "reset"),
         ]
-
-    def _refuse_local_averages(self, trainer: pl.Trainer) -> None:
-        if self.world_size > 1 and any(isinstance(c, _LOCAL_AVERAGE) for c in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "WeightAveraging and EMAWeightAveraging average one rank's replica and would evaluate another model on each "
-                "rank; use StochasticWeightAveraging, or strategy='ddp'"
-            )
 
     def _refuse_scaled_warm_up(self, algorithm: Algorithm) -> None:
         if getattr(self.precision_plugin, "scaler", None) is not None and algorithm.when.synchronous(0):
@@ -509,6 +506,15 @@ class _First(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._strategy.abort(exception)
+
+
+def _refuse_lazy(model: torch.nn.Module) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise MisconfigurationException(
+            f"parameter {lazy[0]} has no shape yet, and ranks cannot begin with the same weights: run a batch through the "
+            "model before trainer.fit or at the end of configure_model, or give the layer its sizes"
+        )
 
 
 def _copy(value: Any) -> Any:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cocod.algorithms import Algorithm
-from lightning_cocod.algorithms.base import named_tensors
 from lightning_cocod.strategies.continuing import Continuing, Position
 from lightning_cocod.strategies.randomness import set_random_state
 
@@ -51,21 +50,6 @@ class OwnState:
         """This rank's optimizers, schedulers, scaler, callbacks and loops in place of rank 0's."""
         checkpoint.update(self._part["lightning"])
 
-    @torch.no_grad()
-    def load_replica(self, module: nn.Module) -> None:
-        """This rank's own weights and buffers in place of the consensus model's.
-
-        Raises:
-            KeyError: the module lacks a tensor that was saved, or has another one.
-        """
-        replica = self._part["replica"]
-        mine = named_tensors(module)
-        if mine.keys() != replica.keys():
-            different = sorted(mine.keys() ^ replica.keys())
-            raise KeyError(f"the module and the checkpoint's replica differ in {', '.join(different)}")
-        for name, tensor in mine.items():
-            tensor.copy_(replica[name])
-
     def next_position(self) -> Position | None:
         """Where the next loader of training begins."""
         return self._positions.pop(0) if self._positions else None
@@ -73,6 +57,7 @@ class OwnState:
     def continue_(self, trainer: pl.Trainer, algorithm: Algorithm, device: torch.device) -> None:
         """The last things, immediately before the next batch."""
         self._finish_epoch(trainer)
+        algorithm.load_replica(self._part["replica"])
         if self._part["algorithm"] is not None:
             algorithm.load_state_dict(self._part["algorithm"])
         parameters = dict(trainer.lightning_module.named_parameters())

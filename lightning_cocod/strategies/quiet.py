@@ -48,6 +48,7 @@ class QuietLoop:
         self._undo: list[tuple[object, str]] = []
         self._due: str | None = None
         self._stopping = False
+        self._tuning = False
         self._decide: Callable[[bool], bool] | None = None
         self._in_training_step = self._told = False
         self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
@@ -81,6 +82,15 @@ class QuietLoop:
         """
         decide, self._decide = self._decide, None
         return decide
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        """While a tuner runs the loop: it broadcasts its stops itself, and none of them may outlast its search as a wish."""
+        self._tuning = True
+        try:
+            yield
+        finally:
+            self._tuning = False
 
     def on_batch_start(self) -> None:
         """A stop that was known before the batch was decided by all ranks together, at a validation for example."""
@@ -122,7 +132,7 @@ class QuietLoop:
             trainer._signal_connector.received_sigterm = True
         if self._due == STOP or self._due_is("time limit"):
             trainer.should_stop = self._stopping = True
-        elif trainer.should_stop and not self._stopping:
+        elif trainer.should_stop and not (self._stopping or self._tuning):
             trainer.should_stop = False
             self._agreement.request(STOP)
 
