@@ -1,5 +1,7 @@
 """Averages over time: WeightAveraging, EMAWeightAveraging and StochasticWeightAveraging are means over the ranks as well."""
 
+import shutil
+
 import lightning as L
 import pytest
 import torch
@@ -157,8 +159,9 @@ def resumed(rank, world, folder):
 
 
 @needs_weight_averaging
-def test_a_resumed_run_has_the_mean_of_the_averages_back_on_every_rank(tmp_path):
+def test_without_the_ranks_own_parts_a_resumed_run_has_the_mean_of_the_averages_back_on_every_rank(tmp_path):
     run_ranks(averaged, 2, "cocod", "ema", tmp_path, init=False)
+    shutil.rmtree(tmp_path / ".ranks")
     saved = torch.load(tmp_path / "step=10.ckpt", weights_only=True)
     first, second = run_ranks(resumed, 2, tmp_path, init=False)
     for one, other in zip(first["seen"], second["seen"], strict=True):
