@@ -53,7 +53,8 @@ class Algorithm:
         when: the lengths of rounds.
         weights: of the workers in every mean, in the order of ranks, for example their batch sizes; equal by default.
         communicator: to share; by default one is made, with the options that follow.
-        timeout: seconds without a heartbeat after which a peer counts as lost.
+        timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
+            this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which a collective fails although all peers live.
 
     Raises:

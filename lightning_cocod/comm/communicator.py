@@ -53,7 +53,8 @@ class Communicator:
 
     Args:
         device: of the tensors that travel.
-        timeout: seconds without a heartbeat after which a peer counts as lost.
+        timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
+            this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which a collective fails although all peers live.
         connect_timeout: seconds that ``start`` waits for a peer to appear.
         grace: seconds after a loss in which the training thread must come back to a verb, or the process is ended.
@@ -358,6 +359,8 @@ class Communicator:
 
     def _receive(self, notes: dict[int, Note]) -> bool:
         self._notes = notes
+        if self._heartbeat is not None and not self._closing and self._connections.are_broken():
+            self._heartbeat.suspect()
         return self.agreement.receive(notes)
 
     def _lost(self, reason: PeerLost) -> None:

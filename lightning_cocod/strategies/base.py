@@ -56,7 +56,8 @@ class AlgorithmStrategy(DDPStrategy):
     Subclasses make the algorithm in ``make_algorithm`` and do nothing else.
 
     Args:
-        timeout: seconds without a heartbeat after which a peer counts as lost.
+        timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
+            this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which any collective fails although all peers live.
         connect_timeout: seconds to wait for the master, and for the other ranks, at start-up.
         process_group_backend: ``gloo``, ``nccl``; by default the usual one of the device.
@@ -164,7 +165,8 @@ class AlgorithmStrategy(DDPStrategy):
             return
         self._refuse_local_averages(trainer)
         communicator = self._communicator
-        assert self.model is not None and communicator is not None
+        assert self.model is not None
+        assert communicator is not None
         self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
         self._refuse_scaled_warm_up(self._algorithm)
         self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
