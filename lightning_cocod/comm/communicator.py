@@ -20,7 +20,15 @@ from lightning_cocod.comm import collectives
 from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
-from lightning_cocod.comm.errors import CommunicationError, GivenUp, PeerLost, TransportError, first_line, transport
+from lightning_cocod.comm.errors import (
+    CommunicationError,
+    GivenUp,
+    PeerLost,
+    TransportError,
+    first_line,
+    in_one_line,
+    transport,
+)
 from lightning_cocod.comm.header import NONFINITE, WISH, Header, exchange, size_of
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
@@ -172,8 +180,8 @@ class Communicator:
             return
         self._watchdog.noticed()
         if self._heartbeat is not None and not self._loss.is_set():
-            self._heartbeat.failed(f"{type(reason).__name__}: {first_line(reason)}")
-        self._thread.fail(CommunicationError(f"communication ended by {type(reason).__name__}: {first_line(reason)}"))
+            self._heartbeat.failed(in_one_line(reason))
+        self._thread.fail(CommunicationError(f"communication ended by {in_one_line(reason)}"))
         self._loss.set()
         self._connections.cut()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_cocod.comm.errors import PeerLost, first_line
+from lightning_cocod.comm.errors import PeerLost, first_line, in_one_line
 from lightning_cocod.comm.fence import Fence, Identity
 
 Note = dict[str, Any]
@@ -126,7 +126,7 @@ class Heartbeat:
         try:
             self._beat()
         except Exception as error:  # this rank would be deaf and mute from here on: that must not pass in silence
-            self._failure = self._failure or f"{type(error).__name__}: {first_line(error)}"
+            self._failure = self._failure or in_one_line(error)
             self._tell(PeerLost(f"the heartbeat of rank {self.rank} ended: {self._failure}"))
         with contextlib.suppress(Exception):  # the last words go out even if there is nothing new to add
             self._note = self._compose()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +15,7 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -26,9 +25,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm
-from lightning_cocod.comm import CommunicationError, Communicator, seconds
+from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
-from lightning_cocod.strategies.quiet import QuietLoop
+from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, show
+from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
 from lightning_cocod.strategies.rendezvous import check_master
 from lightning_cocod.strategies.stepper import Stepper
 
@@ -104,6 +104,8 @@ class AlgorithmStrategy(DDPStrategy):
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
         self._stepped = False
+        self._ending: BaseException | None = None
+        self._alone = False
         self._undo: list[Callable[[], None]] = []
 
     @abstractmethod
@@ -128,6 +130,12 @@ class AlgorithmStrategy(DDPStrategy):
     # Start and end
 
     @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = Launcher(self, start_method=self._start_method)
+
+    @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -146,6 +154,11 @@ class AlgorithmStrategy(DDPStrategy):
             connect_timeout=self._connect_timeout,
         )
         self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
+        self._ending, self._alone = None, False
+        assert self.lightning_module is not None
+        callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer
+        callbacks.insert(0, first := LeaveFirst(self))
+        self._undo.append(lambda: callbacks.remove(first))
 
     @override
     def configure_ddp(self) -> None:
@@ -162,6 +175,7 @@ class AlgorithmStrategy(DDPStrategy):
             )
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
+            self._undo.append(sigterm_without_broadcast(trainer))
             return
         self._refuse_local_averages(trainer)
         communicator = self._communicator
@@ -172,7 +186,9 @@ class AlgorithmStrategy(DDPStrategy):
         self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
         algorithm = self._algorithm
         self._quiet = QuietLoop(
-            trainer, communicator.agreement, lambda wish: communicator.any(wish, algorithm.subject("stop?", counted=False))
+            trainer,
+            communicator.agreement,
+            lambda what, wish: communicator.any(wish, algorithm.subject(f"{what}?", counted=False)),
         )
         self._enter_calendar(trainer, self._algorithm, self._quiet)
 
@@ -189,32 +205,37 @@ class AlgorithmStrategy(DDPStrategy):
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        communicator = self._communicator
+        communicator, quiet = self._communicator, self._quiet
         self._communicator, self._algorithm, self._quiet, self._steppers = None, None, None, {}
         try:
             if communicator is not None:
                 communicator.close()  # raises if a peer was lost unnoticed
         finally:
             super().teardown()
+        if quiet is not None and quiet.sigterm_is_open and self._ending is None:
+            raise SIGTERMException  # it came after the last step: the rest of the script is cut short
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.abort(exception)
+        self.leave(exception)
         super().on_exception(exception)
 
-    def abort(self, exception: BaseException) -> None:
-        """Tell the peers why this rank cannot go on. A SIGTERM has been agreed with them: all leave together."""
-        if self._communicator is not None and not isinstance(exception, SIGTERMException):
-            self._communicator.abort(exception)
-
-    def _tell(self, error: BaseException) -> None:
-        """A spawned rank's exception passes no hook of Lightning's, and the launcher may report a peer's before it."""
-        if self._start_method == "popen":
+    def leave(self, exception: BaseException) -> None:
+        """This rank's run ends with an exception. A SIGTERM in a fit has been agreed: all leave together. Otherwise the
+        peers are told why, and nobody answers any more: barriers are passed, and broadcasts give what this rank has.
+        """
+        if self._ending is exception:
             return
-        if not isinstance(error, CommunicationError | SIGTERMException):
-            trace = "".join(traceback.format_exception(error))
-            print(f"[rank {self.global_rank}] {trace}", file=sys.stderr, flush=True)
-        self.abort(error)
+        self._ending = exception
+        if self.world_size > 1 or isinstance(exception, SIGTERMException):
+            refuse_success(exception)
+        if isinstance(exception, SIGTERMException) and self._quiet is not None:
+            if isinstance(self._launcher, _SubprocessScriptLauncher):
+                self._launcher.procs.clear()  # its observer kills this process when a child ends with another code than 0
+        elif self._communicator is not None and self.world_size > 1:
+            show(exception, self.global_rank)
+            self._communicator.abort(exception)
+            self._alone = True
 
     # Steps
 
@@ -251,17 +272,24 @@ class AlgorithmStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._communicator is not None:
             self._communicator.check()  # every loop comes by here: a lost peer ends validation as well
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.received_sigterm:
+                raise SIGTERMException
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._quiet is not None and (decide := self._quiet.decision()) is not None:
             return decide(obj)
+        if self._alone:
+            return obj
         with self._named("a broadcast"):
             return super().broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._alone:
+            return
         with self._named("a barrier"):
             super().barrier(*args, **kwargs)
 
@@ -305,7 +333,7 @@ class AlgorithmStrategy(DDPStrategy):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
         first = _First(self, algorithm, quiet)
         quiet.install()
-        callbacks.insert(0, first)
+        callbacks.insert(1, first)
         validation = trainer.fit_loop.epoch_loop.val_loop
         run = validation.run
 
@@ -315,24 +343,8 @@ class AlgorithmStrategy(DDPStrategy):
             quiet.decide_together()
             return result
 
-        loop = trainer.fit_loop
-        fit = loop.run
-
-        def fit_and_tell() -> None:
-            try:
-                fit()
-            except BaseException as error:
-                self._tell(error)
-                raise
-
         validation.run = run_on_consensus  # type: ignore[method-assign]  # on this instance, until teardown
-        loop.run = fit_and_tell  # type: ignore[method-assign]
-        self._undo += [
-            quiet.remove,
-            lambda: callbacks.remove(first),
-            lambda: delattr(validation, "run"),
-            lambda: delattr(loop, "run"),
-        ]
+        self._undo += [quiet.remove, lambda: callbacks.remove(first), lambda: delattr(validation, "run")]
 
     def _refuse_local_averages(self, trainer: pl.Trainer) -> None:
         if self.world_size > 1 and any(isinstance(c, _LOCAL_AVERAGE) for c in trainer.callbacks):  # type: ignore[attr-defined]
@@ -361,7 +373,7 @@ class AlgorithmStrategy(DDPStrategy):
 
 
 class _First(Callback):
-    """Comes before every other callback: verbs, and news of a failure."""
+    """Comes before every callback of the user's: the verbs."""
 
     def __init__(self, strategy: AlgorithmStrategy, algorithm: Algorithm, quiet: QuietLoop) -> None:
         self._strategy, self._algorithm, self._quiet = strategy, algorithm, quiet
@@ -382,10 +394,6 @@ class _First(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._algorithm.finish()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._strategy.abort(exception)
 
 
 def _copy(value: Any) -> Any:
