@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,9 +28,9 @@ from typing_extensions import override
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
-from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, show
+from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, shorten, show
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
-from lightning_cocod.strategies.rendezvous import check_master
+from lightning_cocod.strategies.rendezvous import check_master, joining
 from lightning_cocod.strategies.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -139,10 +140,18 @@ class AlgorithmStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        if self.world_size > 1 and not torch.distributed.is_initialized():
-            environment = self.cluster_environment
-            check_master(environment.main_address, environment.main_port, self.global_rank, self._connect_timeout)
-        super().setup_distributed()
+        if self.world_size == 1 or torch.distributed.is_initialized():
+            return super().setup_distributed()
+        environment = self.cluster_environment
+        meeting = environment.main_address, environment.main_port, self.global_rank, self._connect_timeout
+        try:
+            check_master(*meeting)
+            with joining(*meeting):
+                super().setup_distributed()
+        except BaseException:
+            if isinstance(self._launcher, _SubprocessScriptLauncher):
+                self._launcher.kill(signal.SIGKILL)  # ranks that this one has started would wait for it
+            raise
 
     @override
     def setup_environment(self) -> None:
@@ -222,13 +231,14 @@ class AlgorithmStrategy(DDPStrategy):
 
     def leave(self, exception: BaseException) -> None:
         """This rank's run ends with an exception. A SIGTERM in a fit has been agreed: all leave together. Otherwise the
-        peers are told why, and nobody answers any more: barriers are passed, and broadcasts give what this rank has.
+        peers are told why, and nobody answers any more: collectives of Lightning's give back what this rank has.
         """
         if self._ending is exception:
             return
         self._ending = exception
         if self.world_size > 1 or isinstance(exception, SIGTERMException):
             refuse_success(exception)
+        shorten(exception)
         if isinstance(exception, SIGTERMException) and self._quiet is not None:
             if isinstance(self._launcher, _SubprocessScriptLauncher):
                 self._launcher.procs.clear()  # its observer kills this process when a child ends with another code than 0
@@ -295,6 +305,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self._alone:
+            return tensor
         with self._named("a reduction"):
             return super().reduce(tensor, group, reduce_op)
 

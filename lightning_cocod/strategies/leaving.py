@@ -31,11 +31,15 @@ def refuse_success(error: BaseException) -> None:
         error.code = error.code or 1
 
 
-def show(error: BaseException, rank: int) -> None:
-    """The original traceback comes first: now, before peers that are told of it show theirs. That of a loss is short."""
+def shorten(error: BaseException) -> None:
+    """Where a rank was when it heard of another's end is of no use to anybody."""
     if isinstance(error, PeerLost):
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
-    elif isinstance(error, Exception) and not isinstance(error, CommunicationError):
+
+
+def show(error: BaseException, rank: int) -> None:
+    """The original traceback comes first: now, before peers that are told of it show theirs."""
+    if isinstance(error, Exception) and not isinstance(error, CommunicationError):
         print(f"[rank {rank}] " + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
 

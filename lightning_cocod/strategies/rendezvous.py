@@ -1,9 +1,16 @@
-"""Finding the master: a wrong address is an error within ``connect_timeout``, not half an hour of silence."""
+"""Finding each other: what is wrong there is an error within ``connect_timeout``, not half an hour of silence."""
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed import DistNetworkError
 
 
 def check_master(address: str, port: int, rank: int, timeout: float) -> None:
@@ -34,6 +41,38 @@ def check_master(address: str, port: int, rank: int, timeout: float) -> None:
                     f"{look_at}, and that rank 0 is running"
                 ) from None
         time.sleep(0.2)
+
+
+@contextmanager
+def joining(address: str, port: int, rank: int, timeout: float) -> Iterator[None]:
+    """Around the making of the world group, which waits for a rank that never comes, and for a foreign service at the
+    master's port, far longer than ``timeout`` seconds and cannot be interrupted: the process is ended.
+
+    Raises:
+        ConnectionError: the port is taken.
+    """
+
+    def give_up() -> None:
+        print(
+            f"[rank {rank}] the ranks have not come together at {address}:{port} within {timeout:g} s: one is missing, or "
+            "something else listens at MASTER_PORT; this process ends now",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    patience = threading.Timer(timeout, give_up)
+    patience.daemon = True
+    patience.start()
+    try:
+        yield
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConnectionError(f"rank {rank} cannot listen at {address}:{port}: the port is taken; set MASTER_PORT") from None
+    finally:
+        patience.cancel()
+        patience.join()
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -7,8 +7,10 @@
 """
 
 import contextlib
+import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,10 +19,14 @@ from multiprocessing import Pipe
 
 import torch
 import torch.distributed as dist
+
+from lightning_cocod.comm import collectives
 from support import worker
 from support.toys import Toy
 
-from lightning_cocod.comm import collectives
+
+def nothing(module):
+    """The undisturbed run."""
 
 
 def _raise(module):
@@ -48,24 +54,26 @@ WHAT = {
 }
 """What can happen to a rank."""
 WHERE = (
+    "in the sanity check",
     "before the first step",
     "between rounds",
     "while sending",
     "while reducing",
     "in validation",
     "in a checkpoint",
-    "in a test",
+    "in an evaluation",
+    "at the end",
 )
 """Where it can happen. Each comes once, in the middle of the second epoch if it can."""
 
 
 class Faulty(Toy):
-    """One rank meets a fault; `rank=None`: all of them do."""
+    """One rank meets a fault, `what` by its name or any function of the module; `rank=None`: all of them do."""
 
     def __init__(self, what, where, rank=1, **options):
         super().__init__(**{"dropout": 0.0, **options})
         assert where in WHERE
-        self.what, self.where, self.rank = WHAT[what], where, rank
+        self.what, self.where, self.rank = WHAT.get(what, what), where, rank
         self.steps, self.happened = 0, False
 
     def here(self, *places):
@@ -85,17 +93,27 @@ class Faulty(Toy):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
-        if self.steps > 6:
+        if self.trainer.sanity_checking:
+            self.here("in the sanity check")
+        elif self.steps > 6:
             self.here("in validation")
         return super().validation_step(batch, batch_idx)
 
     def test_step(self, batch, batch_idx):
         if batch_idx == 1:
-            self.here("in a test")
+            self.here("in an evaluation")
         return super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.here("in an evaluation")
+        return self.net(batch[0])
 
     def on_save_checkpoint(self, checkpoint):
         self.here("in a checkpoint")
+
+    def on_train_end(self):
+        self.here("at the end")
 
 
 def in_the_transport(where, happens):
@@ -143,9 +161,67 @@ def forked(rank, world_size, fn, *args):
     return os.waitstatus_to_exitcode(status), "\n".join(said)
 
 
+class Relay:
+    """A port through which this machine's own port `target` is reached, and which can be down for a while.
+
+    What is sent meanwhile waits, as it does on a link: connections stay, nothing is lost. It is a process of its own: a
+    rank that connects may hold its interpreter's lock.
+    """
+
+    def __init__(self, target):
+        self.target, self.server = target, socket.create_server(("127.0.0.1", 0))
+        self.port = self.server.getsockname()[1]
+
+    def __enter__(self):
+        self.pid = os.fork()
+        if self.pid == 0:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its rank
+            try:
+                self._accept()
+            finally:
+                os._exit(1)
+        self.server.close()
+        return self
+
+    def __exit__(self, *_):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    @contextlib.contextmanager
+    def down(self):
+        os.kill(self.pid, signal.SIGSTOP)
+        yield
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _accept(self):
+        while True:
+            near, _ = self.server.accept()
+            far = self._connect()
+            for source, drain in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, drain), daemon=True).start()
+
+    def _connect(self):
+        while True:  # the relay may be asked before anybody listens at its target
+            with contextlib.suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", self.target))
+            time.sleep(0.05)
+
+    def _pump(self, source, drain):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                drain.sendall(data)
+            drain.shutdown(socket.SHUT_WR)
+
+
 def gone(pids, limit=20.0):
     """Whether these processes end by themselves, all of them."""
     deadline = time.monotonic() + limit
     while (left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not left
+
+
+def not_in_shared_memory(pids):
+    """Whether none of these processes has left something there under its name."""
+    names = [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)]
+    return names == []
