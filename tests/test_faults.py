@@ -6,6 +6,7 @@ The ranks are children of warm workers (`forked`); what launchers make of their 
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from hashlib import sha256
@@ -17,6 +18,7 @@ from support.ranks import run_ranks
 from support.toys import Toy, dataset, loader, parameters, trainer
 from torch.utils.data import DataLoader, Subset
 
+from lightning_cocod import CoCoDStrategy
 from lightning_cocod.strategies import STRATEGIES
 
 CLASSES = {strategy.registered_name: strategy for strategy in STRATEGIES}
@@ -249,3 +251,33 @@ def test_an_outage_beyond_the_deadline_is_a_loss():
     both = ends(interrupted, "cocod", loses_its_way_to_the_store, 1.5)
     assert all(code in (FAILED, KILLED) for code, _ in both)
     assert any("PeerLost: rank" in words for _, words in both)
+
+
+# Coming together
+
+
+def alone(rank, world, folder, listening):
+    """Rank 1 never comes or, where another service listens at the master's port, both come."""
+    with (folder / str(rank)).open("w") as said:
+        os.dup2(said.fileno(), 2)
+    if listening:
+        os.environ["MASTER_PORT"] = str(listening)
+    elif rank == 1:
+        return
+    trainer(CoCoDStrategy(connect_timeout=2), world).fit(Toy(), loader())
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_connect_timeout(tmp_path):
+    (code, _), _ = ends(alone, tmp_path, None)
+    assert code == FAILED
+    assert "[rank 0] the ranks have not come together at 127.0.0.1:" in (tmp_path / "0").read_text()
+
+
+def test_a_port_that_is_taken_is_named_and_nobody_waits_there_for_ever(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        host, guest = ends(alone, tmp_path, port)
+    assert host[0] == guest[0] == FAILED
+    last = host[1].strip().splitlines()[-1]
+    assert last == f"ConnectionError: rank 0 cannot listen at 127.0.0.1:{port}: the port is taken; set MASTER_PORT"
+    assert "something else listens at MASTER_PORT" in (tmp_path / "1").read_text()

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from multiprocessing import Pipe
 
 import torch
@@ -33,24 +34,28 @@ def _raise(module):
     raise ValueError("my own bug")
 
 
-def _forget(module):
+def _diverge(module):
     with torch.no_grad():
         module.net[0].weight.fill_(float("nan"))
 
 
-def _signal(number):
-    return lambda module: os.kill(os.getpid(), number)
+def _signal(number, module):
+    os.kill(os.getpid(), number)
+
+
+def _exit(leave, module):
+    leave(0)
 
 
 WHAT = {
     "raises": _raise,
-    "is killed": _signal(signal.SIGKILL),
-    "is stopped": _signal(signal.SIGSTOP),
-    "is terminated": _signal(signal.SIGTERM),
-    "is interrupted": _signal(signal.SIGINT),
-    "leaves": lambda module: os._exit(0),
-    "exits": lambda module: sys.exit(0),
-    "diverges": _forget,
+    "is killed": partial(_signal, signal.SIGKILL),
+    "is stopped": partial(_signal, signal.SIGSTOP),
+    "is terminated": partial(_signal, signal.SIGTERM),
+    "is interrupted": partial(_signal, signal.SIGINT),
+    "leaves": partial(_exit, os._exit),
+    "exits": partial(_exit, sys.exit),
+    "diverges": _diverge,
 }
 """What can happen to a rank."""
 WHERE = (
