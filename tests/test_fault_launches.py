@@ -142,7 +142,8 @@ RESTARTS = """
 
     if __name__ == "__main__":
         save = ModelCheckpoint(".", every_n_train_steps=4, save_last=True)
-        t = trainer(CoCoDStrategy(timeout=4, period=2), 2, max_epochs=3, callbacks=[Fails(), save], enable_checkpointing=True)
+        options = dict(max_epochs=3, callbacks=[Fails(), save], enable_checkpointing=True)
+        t = trainer(CoCoDStrategy(timeout=4, period=2), 2, **options)
         t.fit(Toy(), loader(), ckpt_path="last")
         assert t.global_step == 18
 """
