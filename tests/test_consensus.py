@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.ranks import run_ranks
-from support.toys import Toy, flat, loader, trainer
+from support.toys import STRATEGIES, Toy, dataset, flat, loader, trainer
 
 
 class Watch(Callback):
@@ -43,7 +43,7 @@ def watched(rank, world, strategy, interval):
     return {"before": watch.before, "seen": watch.seen, "after": watch.after, "end": flat(model), "counters": counters}
 
 
-@pytest.mark.parametrize("strategy", ["cocod", "local_sgd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_validation_sees_the_mean_of_the_replicas_and_leaves_them_alone(strategy):
     ranks = run_ranks(watched, 2, strategy, 1, init=False)
     first, second = ranks
@@ -93,7 +93,7 @@ def unsaved(rank, world, strategy):
     return {"path": torch.stack(path), "end": flat(model)}
 
 
-@pytest.mark.parametrize("strategy", ["cocod", "local_sgd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_holds_the_consensus_and_saving_changes_nothing(strategy, tmp_path):
     ranks = run_ranks(saved, 2, strategy, tmp_path, 1, init=False)
     undisturbed = run_ranks(unsaved, 2, strategy, init=False)
@@ -109,7 +109,7 @@ def test_a_checkpoint_holds_the_consensus_and_saving_changes_nothing(strategy, t
     assert torch.equal(flat(Toy.load_from_checkpoint(tmp_path / "last.ckpt")), flat(module))
 
 
-def own_collective(rank, world):
+def own_collective(rank, world, strategy):
     """A user's all-reduce in the training thread while the strategy's is in flight (field report 4)."""
 
     class Average(Callback):
@@ -119,26 +119,34 @@ def own_collective(rank, world):
             assert torch.equal(total, torch.full_like(total, 1.0))
 
     model = Toy()
-    trainer("cocod", world, callbacks=[Average()], max_epochs=4).fit(model, loader())
+    trainer(strategy, world, callbacks=[Average()], max_epochs=4).fit(model, loader())
     return flat(model)
 
 
-def test_a_users_own_collective_does_not_interfere():
-    first, second = run_ranks(own_collective, 2, init=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_users_own_collective_does_not_interfere(strategy):
+    first, second = run_ranks(own_collective, 2, strategy, init=False)
     assert torch.equal(first, second)
 
 
-def predicts(rank, world):
+def predicts(rank, world, strategy):
     class Predicts(Toy):
         def predict_step(self, batch, batch_idx):
             return self.net(batch[0])
 
     model = Predicts()
-    t = trainer("cocod", world, max_epochs=1)
+    t = trainer(strategy, world, max_epochs=1)
     t.fit(model, loader())
-    return torch.cat(t.predict(model, loader(16, shuffle=False)))
+    predicted = torch.cat(t.predict(model, loader(16, shuffle=False)))
+    with torch.no_grad():
+        expected = model.eval().net(dataset(16).tensors[0])[rank::world]
+    return predicted, expected, flat(model)
 
 
-def test_predict_after_fit_shares_the_samples():
-    first, second = run_ranks(predicts, 2, init=False)
-    assert first.shape == second.shape == (8, 1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_predict_after_fit_shares_the_samples_and_sees_the_consensus(strategy):
+    first, second = run_ranks(predicts, 2, strategy, init=False)
+    for predicted, expected, model in (first, second):
+        torch.testing.assert_close(predicted, expected)
+        assert torch.equal(model, first[2])
+    assert not torch.equal(first[0], second[0])

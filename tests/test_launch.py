@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 import torch
+from support.toys import STRATEGIES
 
 import lightning_cocod
 from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
@@ -19,10 +20,14 @@ TRAIN = """
     import lightning as L
     from support.toys import Toy, flat, loader, trainer
 
+    class Keeps(L.Callback):
+        def on_fit_end(self, trainer, module):
+            torch.save(flat(module), f"replica{{trainer.global_rank}}.pt")
+
     if __name__ == "__main__":
         L.seed_everything(1, verbose=False)
         model = Toy()
-        t = trainer(sys.argv[1], int(sys.argv[2]), max_epochs=1)
+        t = trainer(sys.argv[1], int(sys.argv[2]), max_epochs=1, callbacks=[Keeps()])
         t.fit(model, loader(), loader(shuffle=False))
         assert t.world_size == 2
         torch.save(flat(model), f"rank{{t.global_rank}}.pt")
@@ -66,24 +71,29 @@ def free_port():
 def assert_trained(results, folder, ranks=(0, 1)):
     for output, code in results:
         assert code == 0, output
-    replicas = [torch.load(folder / f"rank{r}.pt") for r in ranks]
-    assert all(torch.equal(replicas[0], other) for other in replicas)
+    replicas = [torch.load(folder / f"replica{r}.pt") for r in range(2)]
+    returned = [torch.load(folder / f"rank{r}.pt") for r in ranks]
+    assert all(torch.equal(replicas[0], other) for other in [*replicas, *returned])
 
 
-def test_lightnings_own_launcher(script, tmp_path):
-    assert_trained(finish(start([sys.executable, script, "cocod", "2"], tmp_path)), tmp_path)
+# Fresh processes take seconds, and nothing in a launch depends on the algorithm: each launcher meets one strategy or two.
 
 
-@pytest.mark.parametrize("variant", ["spawn", "fork"])
-def test_spawn_and_fork_return_the_consensus_to_the_script(variant, script, tmp_path):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lightnings_own_launcher(strategy, script, tmp_path):
+    assert_trained(finish(start([sys.executable, script, strategy, "2"], tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd_spawn", "cocod_fork"])
+def test_spawn_and_fork_return_the_consensus_to_the_script(strategy, script, tmp_path):
     """The script's own process is not a rank here: what it saves is what the launcher brought back."""
-    results = finish(start([sys.executable, script, f"cocod_{variant}", "2"], tmp_path))
+    results = finish(start([sys.executable, script, strategy, "2"], tmp_path))
     assert_trained(results, tmp_path, ranks=[0])
 
 
 def test_torchrun(script, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "cocod", "2"]
-    assert_trained(finish(start(command, tmp_path)), tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert_trained(finish(start([*torchrun, script, "local_sgd", "2"], tmp_path)), tmp_path)
 
 
 def test_slurm(script, tmp_path):
@@ -170,7 +180,7 @@ def test_names_are_registered_once():
     from lightning.pytorch.strategies import StrategyRegistry
 
     lightning_cocod.register()  # a second time
-    for name in ("cocod", "local_sgd"):
+    for name in STRATEGIES:
         for suffix in ("", "_spawn", "_fork", "_notebook"):
             assert f"{name}{suffix}" in StrategyRegistry
     assert StrategyRegistry.get("local_sgd_spawn")._start_method == "spawn"

@@ -1,16 +1,16 @@
 """The strategies inside real fits: the Trainer equals the plain loop, and Lightning's own features keep their meaning."""
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from support.ranks import run_ranks
-from support.toys import Toy, TwoOptimizers, dataset, flat, loader, parameters, trainer
+from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, flat, loader, parameters, trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cocod import CoCoD, CoCoDStrategy, LocalSGD, LocalSGDStrategy
-
-STRATEGIES = ["cocod", "local_sgd"]
 
 
 class Trajectory(Callback):
@@ -60,7 +60,7 @@ def plain(rank, world, algorithm, options):
                 (loss / accumulate).backward()
                 if (i + 1) % accumulate == 0 or i + 1 == len(batches):
                     if clip:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                        clip(model.parameters())  # each rank its own gradients
                     optimizer.step()
                     optimizer.zero_grad()
                     schedule.step()
@@ -84,7 +84,11 @@ def unshuffled(rank, world, strategy, options, norm=True):
 CASES = {
     "plain": ({}, {}),
     "accumulation with a partial last window": ({"accumulate_grad_batches": 4}, {"accumulate": 4}),
-    "clipping": ({"gradient_clip_val": 0.1}, {"clip": 0.1}),
+    "clipping by norm": ({"gradient_clip_val": 0.1}, {"clip": partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)}),
+    "clipping by value": (
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"clip": partial(torch.nn.utils.clip_grad_value_, clip_value=0.01)},
+    ),
     "bf16-mixed": ({"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}),
 }
 
@@ -100,9 +104,10 @@ def test_trainer_equals_the_plain_loop(name, algorithm, strategy):
         assert torch.equal(with_trainer[rank]["end"], by_hand[rank]["end"])
 
 
-def test_a_step_is_an_optimizer_step_never_a_batch():
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_is_an_optimizer_step_never_a_batch(strategy):
     """96 samples, 2 ranks, batch 8: 6 batches an epoch; windows of 4 make 2 steps an epoch, the second one partial."""
-    for rank in run_ranks(fit, 2, "cocod", {"accumulate_grad_batches": 4}, init=False):
+    for rank in run_ranks(fit, 2, strategy, {"accumulate_grad_batches": 4}, init=False):
         assert rank["steps"] == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
 
 
@@ -155,29 +160,32 @@ def test_one_device_is_plain_training(strategy):
 # --- manual optimization, schedules, precision
 
 
-def test_manual_optimization_counts_batches_and_ends_on_the_consensus():
-    ranks = run_ranks(fit, 2, "cocod", {}, False, TwoOptimizers, init=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_manual_optimization_counts_batches_and_ends_on_the_consensus(strategy):
+    ranks = run_ranks(fit, 2, strategy, {}, False, TwoOptimizers, init=False)
     assert_consensus_at_end(ranks)
     for rank in ranks:
         assert rank["steps"] == list(range(1, 13))
 
 
-def test_schedules_are_identical_on_all_ranks_and_follow_steps():
-    ranks = run_ranks(fit, 2, "cocod", {"accumulate_grad_batches": 2}, init=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_schedules_are_identical_on_all_ranks_and_follow_steps(strategy):
+    ranks = run_ranks(fit, 2, strategy, {"accumulate_grad_batches": 2}, init=False)
     assert ranks[0]["rates"] == ranks[1]["rates"]
     assert len(set(ranks[0]["rates"])) == 2  # 6 steps: one drop after the fifth
 
 
-def accumulation_schedule(rank, world):
+def accumulation_schedule(rank, world, strategy):
     L.seed_everything(5, verbose=False)
     model, seen = Toy(), Trajectory()
     schedule = GradientAccumulationScheduler({0: 1, 1: 3})
-    trainer("cocod", world, callbacks=[seen, schedule]).fit(model, loader())
+    trainer(strategy, world, callbacks=[seen, schedule]).fit(model, loader())
     return {"steps": seen.steps, "end": flat(model)}
 
 
-def test_accumulation_that_changes_with_the_epoch():
-    ranks = run_ranks(accumulation_schedule, 2, init=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_that_changes_with_the_epoch(strategy):
+    ranks = run_ranks(accumulation_schedule, 2, strategy, init=False)
     assert_consensus_at_end(ranks)
     assert ranks[0]["steps"] == [1, 2, 3, 4, 5, 6, 6, 6, 7, 7, 7, 8]
 
@@ -190,35 +198,39 @@ class InfAtStep(Toy):
             self.net[0].weight.grad.fill_(float("inf"))
 
 
-def scaled(rank, world):
+def scaled(rank, world, strategy):
     from lightning.pytorch.plugins import MixedPrecision
 
     L.seed_everything(5, verbose=False)
     model, seen = InfAtStep(dropout=0.0), Trajectory()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    trainer("cocod", world, callbacks=[seen], plugins=[plugin]).fit(model, loader())
-    return {"steps": seen.steps, "end": flat(model), "scale": scaler.get_scale(), "path": torch.stack(seen.path)}
+    trainer(strategy, world, callbacks=[seen], plugins=[plugin]).fit(model, loader())
+    path = torch.stack(seen.path)
+    return {"steps": seen.steps, "rates": seen.rates, "end": flat(model), "scale": scaler.get_scale(), "path": path}
 
 
-def test_a_step_that_one_ranks_scaler_skips_counts_on_both():
-    ranks = run_ranks(scaled, 2, init=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_one_ranks_scaler_skips_counts_on_both(strategy):  # field report 5
+    ranks = run_ranks(scaled, 2, strategy, init=False)
     assert_consensus_at_end(ranks)
     assert ranks[0]["steps"] == ranks[1]["steps"] == list(range(1, 13))
+    assert ranks[0]["rates"] == ranks[1]["rates"]
     assert ranks[0]["scale"] > ranks[1]["scale"]  # rank 1 did skip
     assert torch.equal(ranks[1]["path"][1], ranks[1]["path"][2])
 
 
-def scaled_warm_up(rank, world):
+def scaled_warm_up(rank, world, strategy):
     from lightning.pytorch.plugins import MixedPrecision
 
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(Exception, match="warmup_steps and precision='16-mixed' do not go together"):
-        trainer(CoCoDStrategy(warmup_steps=2), world, plugins=[plugin]).fit(Toy(), loader())
+        trainer(strategy(warmup_steps=2), world, plugins=[plugin]).fit(Toy(), loader())
 
 
-def test_warm_up_under_a_scaler_is_refused():
-    run_ranks(scaled_warm_up, 2, init=False)
+@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+def test_warm_up_under_a_scaler_is_refused(strategy):
+    run_ranks(scaled_warm_up, 2, strategy, init=False)
 
 
 class Lbfgs(Toy):
@@ -226,13 +238,14 @@ class Lbfgs(Toy):
         return torch.optim.LBFGS(self.parameters())
 
 
-def lbfgs(rank, world):
+def lbfgs(rank, world, strategy):
     with pytest.raises(TypeError, match="LBFGS evaluates its closure several times"):
-        trainer("cocod", world).fit(Lbfgs(), loader())
+        trainer(strategy, world).fit(Lbfgs(), loader())
 
 
-def test_lbfgs_is_refused():
-    run_ranks(lbfgs, 2, init=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lbfgs_is_refused(strategy):
+    run_ranks(lbfgs, 2, strategy, init=False)
 
 
 def local_average(rank, world):
@@ -281,27 +294,29 @@ class Teacher(Toy):
             theirs.data.lerp_(mine.data, 0.5)
 
 
-def test_parameters_that_no_optimizer_moves_are_part_of_the_consensus():
-    assert_consensus_at_end(run_ranks(fit, 2, "cocod", {}, False, Teacher, init=False))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_that_no_optimizer_moves_are_part_of_the_consensus(strategy):
+    assert_consensus_at_end(run_ranks(fit, 2, strategy, {}, False, Teacher, init=False))
 
 
-def resumed(rank, world, folder):
+def resumed(rank, world, strategy, folder):
     steps = []
 
     class Steps(Callback):
         def on_train_batch_start(self, trainer, *_):
             steps.append(trainer.strategy.algorithm.t)
 
-    first = trainer(CoCoDStrategy(warmup_steps=5), world, max_epochs=1)
+    first = trainer(strategy(warmup_steps=5), world, max_epochs=1)
     first.fit(Toy(), loader())
     first.save_checkpoint(folder / "end.ckpt")
-    again = trainer(CoCoDStrategy(warmup_steps=5), world, max_epochs=2, callbacks=[Steps()])
+    again = trainer(strategy(warmup_steps=5), world, max_epochs=2, callbacks=[Steps()])
     again.fit(Toy(), loader(), ckpt_path=folder / "end.ckpt")
     return steps
 
 
-def test_a_resumed_run_goes_on_counting_steps(tmp_path):
-    assert run_ranks(resumed, 2, tmp_path, init=False)[0] == [6, 7, 8, 9, 10, 11]
+@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+def test_a_resumed_run_goes_on_counting_steps(strategy, tmp_path):
+    assert run_ranks(resumed, 2, strategy, tmp_path, init=False)[0] == [6, 7, 8, 9, 10, 11]
 
 
 class OwnWeights(Toy):
@@ -309,40 +324,59 @@ class OwnWeights(Toy):
         super().__init__()
         torch.manual_seed(seed)
         torch.nn.init.normal_(self.net[0].weight)
+        torch.nn.init.normal_(self.net[1].running_mean)
 
 
-def different_starts(rank, world):
+def different_starts(rank, world, strategy):
     model = OwnWeights(seed=rank)
     seen = []
 
     class Start(Callback):
         def on_train_batch_start(self, trainer, module, *_):
             if not seen:
-                seen.append(parameters(module))
+                seen.append(flat(module))
 
-    trainer("cocod", world, callbacks=[Start()], max_steps=1).fit(model, loader())
+    trainer(strategy, world, callbacks=[Start()], max_steps=1).fit(model, loader())
     return seen[0]
 
 
-def test_initial_weights_are_those_of_rank_0():
-    first, second = run_ranks(different_starts, 2, init=False)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_initial_weights_and_buffers_are_those_of_rank_0(strategy):
+    first, second = run_ranks(different_starts, 2, strategy, init=False)
     assert torch.equal(first, second)
 
 
-def twice(rank, world):
-    L.seed_everything(5, verbose=False)
-    model = Toy()
-    t = trainer("cocod", world, max_epochs=1)
-    t.fit(model, loader(), loader(shuffle=False))
-    t.fit_loop.max_epochs = 2
-    t.fit(model, loader(), loader(shuffle=False))
-    validated = t.validate(model, loader(shuffle=False), verbose=False)
-    tested = t.test(model, loader(shuffle=False), verbose=False)
-    return {"end": flat(model), "validated": validated, "tested": tested}
+def again_and_again(rank, world, strategy):
+    """Fit, validate, test, fit again with the same trainer, evaluate, and all of it with a second trainer and model."""
+    results = []
+    for _ in range(2):
+        L.seed_everything(5, verbose=False)
+        model = Toy()
+        t = trainer(strategy, world, max_epochs=1)
+        for epochs in (1, 2):
+            t.fit_loop.max_epochs = epochs
+            t.fit(model, loader(), loader(shuffle=False))
+            end = flat(model)
+            validated = t.validate(model, loader(shuffle=False), verbose=False)
+            tested = t.test(model, loader(shuffle=False), verbose=False)
+            assert torch.equal(flat(model), end)
+            model.eval()
+            with torch.no_grad():
+                loss = model.loss(dataset().tensors).item()
+            model.train()
+            results.append({"end": end, "loss": loss, "validated": validated, "tested": tested})
+    return results
 
 
-def test_fit_again_then_validate_and_test():
-    ranks = run_ranks(twice, 2, init=False)
-    assert_consensus_at_end(ranks)
-    assert ranks[0]["validated"] == ranks[1]["validated"]
-    assert ranks[0]["tested"] == ranks[1]["tested"]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fit_validate_test_and_fit_again_with_two_trainers_in_one_process(strategy):
+    first, second = run_ranks(again_and_again, 2, strategy, init=False)
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine["end"], theirs["end"])
+        assert mine["validated"] == theirs["validated"]
+        assert mine["tested"] == theirs["tested"]
+        assert mine["validated"][0]["val/loss"] == pytest.approx(mine["loss"], rel=1e-5)  # the consensus model's
+        assert mine["tested"][0]["test/loss"] == pytest.approx(mine["loss"], rel=1e-5)
+    assert not torch.equal(first[0]["end"], first[1]["end"])  # the second fit went on
+    assert torch.equal(first[0]["end"], first[2]["end"])  # the second trainer did the same as the first
+    assert torch.equal(first[1]["end"], first[3]["end"])

@@ -98,6 +98,7 @@ class Algorithm:
         self._round_weights = self._next_weights = self.weights
         self._hooks: StepHooks | None = None
         self._in_consensus = False
+        self._set_aside: dict[str, Tensor] = {}  # this worker's own tensors while the consensus model's are in their place
         self._started = False
         self._merged: Message | None = None  # the last one, for the metrics
         self._distance = 0.0
@@ -199,25 +200,44 @@ class Algorithm:
         if self.comm.world_size == 1 or not self._started or self._in_consensus:
             yield
             return
-        parameters = [p.detach() for p in self._moved()]
+        parameters = self._moved()
         buffers = [(m, name, b) for m in self.model.modules() for name, b in m._buffers.items() if b is not None]
-        own = [t.to("cpu", copy=True) for t in [*parameters, *(b for _, _, b in buffers)]]
+        tensors = [*parameters, *(b for _, _, b in buffers)]
+        own = [t.detach().to("cpu", copy=True) for t in tensors]
+        copies = {id(tensor): copy for tensor, copy in zip(tensors, own, strict=True)}
+        self._set_aside = {name: copies[id(tensor)] for name, tensor in named_tensors(self.model).items()}
         self._in_consensus = True
         try:
             self._become_consensus("consensus")
             yield
         finally:
-            self._in_consensus = False
+            self._in_consensus, self._set_aside = False, {}
             for module, name, buffer in buffers:  # evaluation may have put another tensor in its place
                 module._buffers[name] = buffer
             with torch.no_grad():
-                for tensor, value in zip([*parameters, *(b for _, _, b in buffers)], own, strict=True):
+                for tensor, value in zip(tensors, own, strict=True):
                     tensor.copy_(value)
+
+    def replica(self) -> dict[str, Tensor]:
+        """This worker's own parameters and buffers by name, inside ``consensus()`` as well. They are not copies."""
+        return self._set_aside or {name: tensor.detach() for name, tensor in named_tensors(self.model).items()}
+
+    @property
+    def started(self) -> bool:
+        """Whether training is between ``start`` and ``finish``."""
+        return self._started
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to continue, beside model and optimizer. Waits for a message in flight, folds nothing."""
         weights = [list(w) for w in (self.weights, self._round_weights, self._next_weights)]
-        return {"t": self.t, "round": (self.rounds.ends, self.rounds.length), "weights": weights}
+        numbers = {p: number for number, p in enumerate(self._members())}
+        return {
+            "t": self.t,
+            "round": (self.rounds.ends, self.rounds.length),
+            "weights": weights,
+            "x": [numbers[p] for p in self.x],
+            "trainable": sorted(numbers[p] for p in self._trainable),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. Call after ``start`` and before the next step, on every rank.
@@ -232,6 +252,9 @@ class Algorithm:
             )
         self.t, (self.rounds.ends, self.rounds.length) = state["t"], state["round"]
         self.weights, self._round_weights, self._next_weights = (list(w) for w in state["weights"])
+        members = self._members()
+        self.x = [members[number] for number in state["x"]]
+        self._trainable = {members[number] for number in state["trainable"]}
 
     def reading(self) -> Reading:
         """The counters now; hand it to ``metrics`` later to look at the time in between."""
@@ -294,9 +317,13 @@ class Algorithm:
 
         Freezing for a while (a GAN's toggling) takes nothing away, and gradients are never looked at: ranks may differ.
         """
-        members = list(dict.fromkeys(p for opt in self.optimizers for g in opt.param_groups for p in g["params"]))
+        members = self._members()
         self._trainable.update(p for p in members if p.requires_grad)
         return [p for p in members if p in self._trainable]
+
+    def _members(self) -> list[nn.Parameter]:
+        """The parameters in the optimizers."""
+        return list(dict.fromkeys(p for opt in self.optimizers for g in opt.param_groups for p in g["params"]))
 
     def _moved(self) -> list[nn.Parameter]:
         """All parameters that may differ between workers: the user may move some without an optimizer."""
@@ -353,6 +380,11 @@ class Algorithm:
         if self.when.synchronous(self.t):
             return "synchronous warm-up steps need the gradients before you clip them"
         return None
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers of a module by name, each once, those that its ``state_dict`` leaves out included."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _normalised(weights: Sequence[float] | None, world_size: int) -> list[float]:

@@ -134,9 +134,14 @@ class CoCoD(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the correction that was in flight; it is folded at the step at which it would have been."""
         super().load_state_dict(state)
-        self.x, self.S, self.A = self._parameters(), None, None
-        if state["correction"] is not None:
-            self.S = self.comm.layout(self.x).buffer()
+        self._pending_correction()  # of the launch in start(): its buffer is used again
+        layout = self.comm.layout(self.x)
+        if state["correction"] is None:
+            self.S = None
+        elif self.S is None or self.S.layout is not layout:
+            self.S = layout.buffer()
+        self.A = None
+        if self.S is not None:
             for bucket, value in zip(self.S.buckets, state["correction"], strict=True):
                 bucket.copy_(value)
 

@@ -242,19 +242,20 @@ class Communicator:
         """x ← x of rank 0, in place."""
         return self._submit(subject, Broadcast(tensors, self.layout(tensors)), checked=False)
 
-    def any(self, wish: bool, subject: Subject) -> bool:
-        """Whether any worker wishes it. Blocking; nothing but headers travels, and they show whether all are in step."""
+    def who(self, wish: bool, subject: Subject) -> list[int]:
+        """The ranks that wish it. Blocking; nothing but headers travels, and they show whether all are in step."""
         if self.world_size == 1:
-            return wish
+            return [0] if wish else []
         self.check()
         if self._thread is None:
             raise RuntimeError("nothing can be sent before start() or after close()")
-        answers: list[bool] = []
+        wishing: list[int] = []
 
         def work() -> None:
             flags = WISH if wish else 0
             header = Header(subject.algorithm, subject.kind, subject.step, layout=0, nbytes=0, flags=flags)
-            answers.extend(bool(h.flags & WISH) for h in exchange(header, self._groups[0], self._loss))
+            headers = exchange(header, self._groups[0], self._loss)
+            wishing.extend(rank for rank, h in enumerate(headers) if h.flags & WISH)
 
         handle = self._send(self._thread, work, f"{subject.kind} at step {subject.step}")
         try:
@@ -262,7 +263,7 @@ class Communicator:
         except BaseException:
             self._watchdog.noticed()
             raise
-        return any(answers)
+        return wishing
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:

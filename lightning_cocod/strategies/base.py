@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,8 +31,15 @@ from typing_extensions import override
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.strategies import own_state, parts
+from lightning_cocod.strategies.checkpoint_io import WholeFileIO
+from lightning_cocod.strategies.checkpoints import Checkpoints
+from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, shorten, show
+from lightning_cocod.strategies.own_state import OwnState
+from lightning_cocod.strategies.plateau import judge_together
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
+from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master, joining
 from lightning_cocod.strategies.stepper import Stepper
 
@@ -107,6 +117,8 @@ class AlgorithmStrategy(DDPStrategy):
         self._stepped = False
         self._ending: BaseException | None = None
         self._alone = False
+        self._resumed: OwnState | None = None
+        self._training_random: dict[str, Any] | None = None  # while it is set aside
         self._undo: list[Callable[[], None]] = []
 
     @abstractmethod
@@ -171,9 +183,10 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0."""
+        """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0, unless resumed."""
         assert self.model is not None
-        _sync_module_states(self.model)
+        if self._resumed is None:
+            _sync_module_states(self.model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -197,7 +210,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._quiet = QuietLoop(
             trainer,
             communicator.agreement,
-            lambda what, wish: communicator.any(wish, algorithm.subject(f"{what}?", counted=False)),
+            lambda what, wish: bool(communicator.who(wish, algorithm.subject(f"{what}?", counted=False))),
         )
         self._enter_calendar(trainer, self._algorithm, self._quiet)
 
@@ -205,9 +218,15 @@ class AlgorithmStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        # A resumed run goes on from the consensus model, at the step at which it was saved.
-        self.algorithm.t = self.lightning_module.trainer.fit_loop.epoch_loop._batches_that_stepped
-        self.algorithm.start(broadcast=False)  # done in configure_ddp, and the same checkpoint was restored everywhere
+        loop = self.lightning_module.trainer.fit_loop
+        # Where a consensus model goes on. In manual optimization global_step counts every optimizer; otherwise the other
+        # counter lacks the step in which a checkpoint was saved.
+        automatic = self.lightning_module.automatic_optimization
+        self.algorithm.t = loop.epoch_loop.global_step if automatic else loop.epoch_loop._batches_that_stepped
+        self.algorithm.start(broadcast=False)  # done in configure_ddp, or every rank has been given its own
+        if self._resumed is not None:
+            self._resumed.continue_(self.lightning_module.trainer, self.algorithm, self.root_device)
+            self._resumed = None
 
     @override
     def teardown(self) -> None:
@@ -215,7 +234,7 @@ class AlgorithmStrategy(DDPStrategy):
             undo()
         self._undo = []
         communicator, quiet = self._communicator, self._quiet
-        self._communicator, self._algorithm, self._quiet, self._steppers = None, None, None, {}
+        self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
         try:
             if communicator is not None:
                 communicator.close()  # raises if a peer was lost unnoticed
@@ -248,6 +267,12 @@ class AlgorithmStrategy(DDPStrategy):
             self._alone = True
 
     # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._quiet is not None
+        with self._quiet.training_step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def optimizer_step(
@@ -307,6 +332,8 @@ class AlgorithmStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self._alone:
             return tensor
+        if self._quiet is not None and self.world_size > 1:
+            self._quiet.on_reduction()
         with self._named("a reduction"):
             return super().reduce(tensor, group, reduce_op)
 
@@ -324,8 +351,13 @@ class AlgorithmStrategy(DDPStrategy):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The consensus model in place and the random state set aside; on leaving, training is exactly where it was."""
-        with isolate_rng(), self.algorithm.consensus():
-            yield
+        self._training_random = random_state(self.root_device)
+        try:
+            with self.algorithm.consensus():
+                yield
+        finally:
+            set_random_state(self._training_random, self.root_device)
+            self._training_random = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -338,6 +370,73 @@ class AlgorithmStrategy(DDPStrategy):
         with self._algorithm.consensus():
             state = super().lightning_module_state_dict()
             return {name: _copy(value) for name, value in state.items()}
+
+    # Beside the consensus model, a checkpoint has each rank's own state
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFileIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        def write(content: dict[str, Any]) -> None:
+            super(AlgorithmStrategy, self).save_checkpoint(content, filepath, storage_options)
+
+        weights_only = "optimizer_states" not in checkpoint
+        if self._algorithm is None or self._algorithm.comm.failed or weights_only:
+            write(checkpoint)
+            return
+        assert self.lightning_module is not None
+        randomness = self._training_random or random_state(self.root_device)
+        part = own_state.take(self.lightning_module.trainer, self._algorithm, checkpoint, randomness)
+        self._checkpoints().save(checkpoint, part, filepath, write)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
+        if weights_only is not None:  # Lightning 2.5 does not know it
+            options["weights_only"] = weights_only
+        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = self._checkpoints().load(checkpoint, checkpoint_path, weights_only)
+            if self._resumed is not None:
+                self._resumed.merge_into(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._resumed is not None:
+            assert self.lightning_module is not None
+            self._resumed.load_replica(self.lightning_module)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            parts.remove(filepath)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return dataloader
+        resumed = self._resumed if trainer.training else None  # validation begins at the beginning, and draws nothing before
+        return continuing(dataloader, self.root_device, None if resumed is None else resumed.next_position())
+
+    def _checkpoints(self) -> Checkpoints:
+        assert self._communicator is not None
+        return Checkpoints(self._communicator, self.registered_name)
 
     # The calendar
 
@@ -355,8 +454,35 @@ class AlgorithmStrategy(DDPStrategy):
             quiet.decide_together()
             return result
 
+        loop = trainer.fit_loop
+        fit = loop.run
+
+        def fit_or_finish() -> None:
+            fit()
+            if self._resumed is not None:  # nothing was left to train
+                self.on_train_start()
+                algorithm.finish()
+
         validation.run = run_on_consensus  # type: ignore[method-assign]  # on this instance, until teardown
-        self._undo += [quiet.remove, lambda: callbacks.remove(first), lambda: delattr(validation, "run")]
+        loop.run = fit_or_finish  # type: ignore[method-assign]
+        batches = loop.epoch_loop
+        reset = batches.reset
+
+        def reset_quietly() -> None:
+            with warnings.catch_warnings():  # Lightning does not know that the loaders continue
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+                reset()
+
+        batches.reset = reset_quietly  # type: ignore[method-assign]
+        if self.world_size > 1:
+            self._undo.append(judge_together(trainer))
+        self._undo += [
+            quiet.remove,
+            lambda: callbacks.remove(first),
+            lambda: delattr(validation, "run"),
+            lambda: delattr(loop, "run"),
+            lambda: delattr(batches, "reset"),
+        ]
 
     def _refuse_local_averages(self, trainer: pl.Trainer) -> None:
         if self.world_size > 1 and any(isinstance(c, _LOCAL_AVERAGE) for c in trainer.callbacks):  # type: ignore[attr-defined]

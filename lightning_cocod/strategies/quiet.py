@@ -2,25 +2,28 @@
 
 Lightning broadcasts a stop flag on every batch, and so do ``max_time`` and a checkpoint's ``train_time_interval``. Each of
 these locks the ranks in step, and a strategy that hides communication would hide nothing. Here a rank that wants something
-says so in its heartbeat, and all ranks do it after the same optimizer step.
+says so in its heartbeat, and all ranks do it after the same optimizer step. SLURM's requeue signal, at which Lightning would
+save inside the signal handler at whatever step each rank has reached, is such a wish too.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cocod.comm.agreement import Agreement
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-STOP, SIGTERM = "stop", "SIGTERM"
+STOP, SIGTERM, REQUEUE = "stop", "SIGTERM", "requeue"
 
 
 def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
@@ -47,6 +50,8 @@ class QuietLoop:
         self._due: str | None = None
         self._stopping = False
         self._decide: Callable[[bool], bool] | None = None
+        self._in_training_step = self._told = False
+        self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
 
     def install(self) -> None:
         """Replace methods on the instances of this trainer."""
@@ -56,6 +61,9 @@ class QuietLoop:
         self._replace(batches, "_broadcast_sigterm_tensor", lambda: None)
         self._replace(epochs, "on_advance_end", _then(epochs.on_advance_end, self._on_epoch_end))
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
+        self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
+        connector = trainer._logger_connector
+        self._replace(connector, "on_batch_end", _then(self._requeue_if_due, connector.on_batch_end))
         for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]  # set by Trainer.__init__
             if isinstance(callback, Timer):
                 self._replace_decision(callback, f"time limit {number}", wanted=True)
@@ -83,6 +91,24 @@ class QuietLoop:
     def on_step(self, step: int) -> None:
         """``step`` optimizer steps have been done: see what has been agreed for now."""
         self._due = self._agreement.reached(step)
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """The user's ``training_step`` runs."""
+        self._in_training_step = True
+        try:
+            yield
+        finally:
+            self._in_training_step = False
+
+    def on_reduction(self) -> None:
+        """Lightning reduces something over the ranks. Inside a step that undoes what this class is for: say so, once."""
+        if self._in_training_step and not self._told:
+            self._told = True
+            rank_zero_warn(
+                "training_step reduces over all ranks (a metric with sync_dist=True and on_step=True?): a blocking "
+                "collective in a step, behind which no communication can be hidden; log it with on_step=False, on_epoch=True"
+            )
 
     def decide_together(self) -> None:
         """After a validation and after an epoch, outside of any step: a stop that one rank wants is everybody's."""
@@ -112,6 +138,14 @@ class QuietLoop:
         elif trainer.should_stop and not self._stopping:
             trainer.should_stop = False
             self._agreement.request(STOP)
+
+    def _requeue_if_due(self) -> None:
+        """After all hooks of a batch and before it counts as complete: a resume takes up exactly such a checkpoint."""
+        if self._due == REQUEUE:
+            self._due = None  # a validation's batches end here too
+            environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]  # a parallel strategy's
+            assert isinstance(environment, SLURMEnvironment)
+            self._requeue(environment.requeue_signal, None)  # type: ignore[arg-type]  # it looks at neither
 
     def _due_is(self, what: str) -> bool:
         return self._due is not None and self._due.startswith(what)
@@ -147,6 +181,10 @@ class QuietLoop:
             launcher.kill(signal.Signals(signum))
         rank_zero_info("Received SIGTERM: all ranks stop together after one of the next steps.")
         self._agreement.request(SIGTERM)
+
+    def _on_requeue_signal(self, *_: Any) -> None:
+        rank_zero_info("Received the requeue signal: all ranks save together after one of the next steps.")
+        self._agreement.request(REQUEUE)
 
 
 def sigterm_without_broadcast(trainer: pl.Trainer) -> Callable[[], None]:

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_cocod  # noqa: F401  # registers the strategies by name
+from lightning_cocod.strategies import STRATEGIES as CLASSES  # importing it registers the names
+
+STRATEGIES = [strategy.registered_name for strategy in CLASSES]
+"""The names of all strategies of the package: what a user expects of one is tested for every one."""
 
 
 def dataset(n=96, seed=1):

@@ -1,0 +1,109 @@
+"""What one rank needs to continue exactly, beside the consensus model: its part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_cocod.algorithms import Algorithm
+from lightning_cocod.algorithms.base import named_tensors
+from lightning_cocod.strategies.continuing import Continuing, Position
+from lightning_cocod.strategies.randomness import set_random_state
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def take(
+    trainer: pl.Trainer, algorithm: Algorithm, checkpoint: Mapping[str, Any], randomness: dict[str, Any]
+) -> dict[str, Any]:
+    """This rank's part. Tensors are those of the run, not copies: write it before the next step.
+
+    Args:
+        trainer: in a fit.
+        algorithm: waits for its message in flight and folds nothing.
+        checkpoint: Lightning's, as dumped on this rank: its optimizers, schedulers, scaler, callbacks, loops.
+        randomness: training's random state.
+    """
+    return {
+        "lightning": {name: value for name, value in checkpoint.items() if name != "state_dict"},
+        "replica": algorithm.replica(),
+        "algorithm": algorithm.state_dict() if algorithm.started else None,
+        "gradients": _gradients(trainer),
+        "metrics": dict(trainer.callback_metrics),
+        "positions": _positions(trainer),
+        "random": randomness,
+    }
+
+
+class OwnState:
+    """A part that has been read, handed out piece by piece where Lightning restores the like."""
+
+    def __init__(self, part: dict[str, Any]) -> None:
+        self._part = part
+        self._positions: list[Position | None] = list(part["positions"])
+
+    def merge_into(self, checkpoint: dict[str, Any]) -> None:
+        """This rank's optimizers, schedulers, scaler, callbacks and loops in place of rank 0's."""
+        checkpoint.update(self._part["lightning"])
+
+    @torch.no_grad()
+    def load_replica(self, module: nn.Module) -> None:
+        """This rank's own weights and buffers in place of the consensus model's.
+
+        Raises:
+            KeyError: the module lacks a tensor that was saved, or has another one.
+        """
+        replica = self._part["replica"]
+        mine = named_tensors(module)
+        if mine.keys() != replica.keys():
+            different = sorted(mine.keys() ^ replica.keys())
+            raise KeyError(f"the module and the checkpoint's replica differ in {', '.join(different)}")
+        for name, tensor in mine.items():
+            tensor.copy_(replica[name])
+
+    def next_position(self) -> Position | None:
+        """Where the next loader of training begins."""
+        return self._positions.pop(0) if self._positions else None
+
+    def continue_(self, trainer: pl.Trainer, algorithm: Algorithm, device: torch.device) -> None:
+        """The last things, immediately before the next batch."""
+        self._finish_epoch(trainer)
+        if self._part["algorithm"] is not None:
+            algorithm.load_state_dict(self._part["algorithm"])
+        parameters = dict(trainer.lightning_module.named_parameters())
+        for name, gradient in self._part["gradients"].items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+        set_random_state(self._part["random"], device)
+
+    def _finish_epoch(self, trainer: pl.Trainer) -> None:
+        """What an epoch's end does with logged values, which Lightning does not keep and therefore leaves out."""
+        loop = trainer.fit_loop
+        trainer._logger_connector._callback_metrics.update(self._part["metrics"])
+        if loop.restarted_on_epoch_end or loop.resumed_on_epoch_end:
+            loop.epoch_progress.current.completed -= 1  # it was not when the schedulers should have been stepped
+            loop.epoch_loop._update_learning_rates("epoch", update_plateau_schedulers=True)
+            loop.epoch_progress.current.completed += 1
+        loop._restarting = False  # what is left of the epoch ends like any other
+
+
+def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Those that the next backward adds to: within an accumulation, or where the user decides when to zero them."""
+    module = trainer.lightning_module
+    users = not module.automatic_optimization or is_overridden("optimizer_zero_grad", module)
+    if not users and not trainer.fit_loop._should_accumulate():
+        return {}
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _positions(trainer: pl.Trainer) -> list[Position | None]:
+    """Of every loader of training; None for the beginning. At an epoch's end the next begins at the beginning."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is None or loop.epoch_loop._num_ready_batches_reached():
+        return []
+    ahead = len(getattr(loop._data_fetcher, "batches", ()))  # drawn to see whether there is another one
+    return [loader.position(ahead) for loader in loop._combined_loader.flattened if isinstance(loader, Continuing)]

@@ -1,0 +1,84 @@
+"""The parts of a checkpoint that belong to single ranks, in files of their own.
+
+A checkpoint ``DIR/NAME.ckpt`` is a file of Lightning's, written by rank 0, that any environment can load. What each rank
+needs besides in order to continue lies in ``DIR/.ranks/KEY/rank-R.pt``, written by that rank: nothing passes through
+another rank's memory. KEY is new with every saving and is recorded in the checkpoint, so writing the checkpoint is what
+makes the parts valid, all at once; until then an earlier checkpoint of that name and its parts are untouched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_cocod.strategies.checkpoint_io import write_whole
+
+FOLDER = ".ranks"
+
+
+def new_key(path: str | Path) -> str:
+    """A name for the parts of one saving to this path."""
+    return f"{_prefix(path)}{uuid.uuid4().hex[:12]}"
+
+
+def write(part: dict[str, Any], path: str | Path, key: str, rank: int) -> None:
+    """Write a rank's part of the checkpoint at ``path``.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    files, place = _place(path, key, rank)
+    files.makedirs(os.path.dirname(place), exist_ok=True)
+    if isinstance(files, LocalFileSystem):
+        write_whole(part, place)
+    else:
+        with files.open(place, "wb") as file:
+            torch.save(part, file)
+
+
+def read(path: str | Path, key: str, rank: int, weights_only: bool | None = None) -> dict[str, Any] | None:
+    """A rank's part of the checkpoint at ``path``; None if it is not there."""
+    files, place = _place(path, key, rank)
+    if not files.exists(place):
+        return None
+    with files.open(place, "rb") as file:
+        part: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    return part
+
+
+def remove(path: str | Path, *, but: str | None = None) -> None:
+    """Remove the parts of all savings to this path, but for one key."""
+    files, folder = _folder(path)
+    if not files.exists(folder):
+        return
+    for entry in files.ls(folder, detail=False):
+        name = os.path.basename(entry.rstrip("/"))
+        if name.startswith(_prefix(path)) and name != but:
+            files.rm(entry, recursive=True)
+    if not files.ls(folder, detail=False):
+        files.rmdir(folder)
+
+
+def _folder(path: str | Path) -> tuple[AbstractFileSystem, str]:
+    files, place = url_to_fs(str(path))
+    if isinstance(files, LocalFileSystem):
+        place = os.path.realpath(place)  # Lightning's last.ckpt may be a link
+    return files, os.path.join(os.path.dirname(place), FOLDER)
+
+
+def _place(path: str | Path, key: str, rank: int) -> tuple[AbstractFileSystem, str]:
+    files, folder = _folder(path)
+    return files, os.path.join(folder, key, f"rank-{rank}.pt")
+
+
+def _prefix(path: str | Path) -> str:
+    """From the file's name, yet without it: Lightning takes every name with "last" in it for a last checkpoint."""
+    return hashlib.sha256(os.path.basename(str(path)).encode()).hexdigest()[:12] + "-"
