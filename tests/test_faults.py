@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
 import pytest
@@ -16,10 +17,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from support.faults import Faulty, Relay, forked, nothing
 from support.ranks import run_ranks
 from support.toys import Toy, dataset, loader, parameters, trainer
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Subset
 
 from lightning_cocod import CoCoDStrategy
 from lightning_cocod.strategies import STRATEGIES
+from lightning_cocod.strategies.rendezvous import fresh_part
 
 CLASSES = {strategy.registered_name: strategy for strategy in STRATEGIES}
 DEADLINE = 3.0
@@ -281,3 +284,13 @@ def test_a_port_that_is_taken_is_named_and_nobody_waits_there_for_ever(tmp_path)
     last = host[1].strip().splitlines()[-1]
     assert last == f"ConnectionError: rank 0 cannot listen at 127.0.0.1:{port}: the port is taken; set MASTER_PORT"
     assert "something else listens at MASTER_PORT" in (tmp_path / "1").read_text()
+
+
+def test_restarted_ranks_meet_in_a_part_of_the_store_where_nobody_was_before():
+    store, parts = HashStore(), []
+    for attempt in range(3):
+        with ThreadPoolExecutor(3) as ranks:
+            parts.append(list(ranks.map(lambda rank: fresh_part(store, rank, 3), range(3))))
+        assert not any(part.check(["address"]) for part in parts[-1])
+        parts[-1][0].set("address", str(attempt))
+        assert [part.get("address").decode() for part in parts[-1]] == [str(attempt)] * 3

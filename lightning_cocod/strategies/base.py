@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -40,7 +41,7 @@ from lightning_cocod.strategies.own_state import OwnState
 from lightning_cocod.strategies.plateau import judge_together
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
 from lightning_cocod.strategies.randomness import random_state, set_random_state
-from lightning_cocod.strategies.rendezvous import check_master, joining
+from lightning_cocod.strategies.rendezvous import check_master, fresh_part, joining, store_outlives_ranks
 from lightning_cocod.strategies.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -159,11 +160,26 @@ class AlgorithmStrategy(DDPStrategy):
         try:
             check_master(*meeting)
             with joining(*meeting):
+                if store_outlives_ranks():
+                    self._join_afresh()
                 super().setup_distributed()
         except BaseException:
             if isinstance(self._launcher, _SubprocessScriptLauncher):
                 self._launcher.kill(signal.SIGKILL)  # ranks that this one has started would wait for it
             raise
+
+    def _join_afresh(self) -> None:
+        """What Lightning does, in a part of the store in which restarted ranks do not find those that were there before."""
+        size, place = self.world_size, self.global_rank
+        store, _, _ = next(rendezvous("env://", place, size, timeout=self._timeout))
+        torch.distributed.init_process_group(
+            self._get_process_group_backend(),
+            store=fresh_part(store, place, size),
+            rank=place,
+            world_size=size,
+            timeout=self._timeout,
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
 
     @override
     def setup_environment(self) -> None:

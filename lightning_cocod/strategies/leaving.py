@@ -73,6 +73,8 @@ class Launcher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
+            if isinstance(error, CommunicationError):  # torch shows the end of one process only, mostly the lost one's
+                print(f"[rank {self._strategy.global_rank}] {error}", file=sys.stderr, flush=True)
             self._strategy.leave(error)
             self._strategy.teardown()
             if isinstance(error, KeyboardInterrupt):
