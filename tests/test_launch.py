@@ -120,32 +120,6 @@ def test_slurm(script, tmp_path):
     assert_trained(finish(*tasks), tmp_path)
 
 
-RAISES = """
-    import sys
-    sys.path.insert(0, {tests!r})
-    from support.toys import Toy, loader, trainer
-
-    class Raises(Toy):
-        def training_step(self, batch, batch_idx):
-            if self.trainer.global_rank == 1 and batch_idx == 3:
-                raise ValueError("my own bug")
-            return super().training_step(batch, batch_idx)
-
-    if __name__ == "__main__":
-        trainer(sys.argv[1], 2, max_epochs=50).fit(Raises(), loader())
-"""
-
-
-@pytest.mark.parametrize("strategy", ["cocod", "cocod_spawn"])
-def test_an_exception_of_one_rank_is_shown_and_ends_all(strategy, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(RAISES.format(tests=os.path.dirname(__file__))))
-    ((output, code),) = finish(start([sys.executable, path, strategy], tmp_path))
-    assert code != 0
-    assert "ValueError: my own bug" in output
-    assert 'raise ValueError("my own bug")' in output
-
-
 UNREACHABLE = """
     import sys
     sys.path.insert(0, {tests!r})

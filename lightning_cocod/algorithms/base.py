@@ -57,7 +57,8 @@ class Algorithm:
             "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset;
             NonFiniteMessage only if no rank is finite.
         communicator: to share; by default one is made, with the options that follow.
-        timeout: seconds without a heartbeat after which a peer counts as lost.
+        timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
+            this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which a collective fails although all peers live.
 
     Raises:

@@ -20,7 +20,15 @@ from lightning_cocod.comm import collectives
 from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
-from lightning_cocod.comm.errors import CommunicationError, GivenUp, PeerLost, TransportError, first_line, transport
+from lightning_cocod.comm.errors import (
+    CommunicationError,
+    GivenUp,
+    PeerLost,
+    TransportError,
+    first_line,
+    in_one_line,
+    transport,
+)
 from lightning_cocod.comm.header import NONFINITE, WISH, Header, exchange, size_of, unfit
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
@@ -53,7 +61,8 @@ class Communicator:
 
     Args:
         device: of the tensors that travel.
-        timeout: seconds without a heartbeat after which a peer counts as lost.
+        timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
+            this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which a collective fails although all peers live.
         connect_timeout: seconds that ``start`` waits for a peer to appear.
         grace: seconds after a loss in which the training thread must come back to a verb, or the process is ended.
@@ -171,8 +180,8 @@ class Communicator:
             return
         self._watchdog.noticed()
         if self._heartbeat is not None and not self._loss.is_set():
-            self._heartbeat.failed(f"{type(reason).__name__}: {first_line(reason)}")
-        self._thread.fail(CommunicationError(f"communication ended by {type(reason).__name__}: {first_line(reason)}"))
+            self._heartbeat.failed(in_one_line(reason))
+        self._thread.fail(CommunicationError(f"communication ended by {in_one_line(reason)}"))
         self._loss.set()
         self._connections.cut()
 
@@ -366,6 +375,8 @@ class Communicator:
 
     def _receive(self, notes: dict[int, Note]) -> bool:
         self._notes = notes
+        if self._heartbeat is not None and not self._closing and self._connections.are_broken():
+            self._heartbeat.suspect()
         return self.agreement.receive(notes)
 
     def _lost(self, reason: PeerLost) -> None:

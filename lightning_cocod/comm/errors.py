@@ -39,6 +39,12 @@ def transport() -> Iterator[None]:
         raise TransportError(first_line(error)) from None
 
 
+def in_one_line(error: BaseException) -> str:
+    """An error's type and the first line of its message, if it has one."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error) else name
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -2,7 +2,8 @@
 
 The notes go through the store of the process group, from a thread of their own, so a rank that compiles, validates or writes
 a checkpoint is not taken for dead. They carry whatever must reach the peers without a collective: that this rank has
-failed, how many samples it has seen, and its part in agreeing on a step (agreement.py).
+failed, how many samples it has seen, and its part in agreeing on a step (agreement.py). They also say which process
+speaks, so that peers on the same host see at once that it has ended, and end it if it is silent for good (fence.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_cocod.comm.errors import PeerLost, first_line
+from lightning_cocod.comm.errors import PeerLost, first_line, in_one_line
+from lightning_cocod.comm.fence import Fence, Identity
 
 Note = dict[str, Any]
 _SILENT_BEATS = 4  # a peer that misses as many, once some connection has broken, is the one that is gone
@@ -31,7 +33,8 @@ class Heartbeat:
         rank: this rank.
         world_size: number of ranks.
         timeout: seconds without a new note after which a peer counts as lost. Judged by the peer's counter and the local
-            clock only: the clocks of two machines are never compared.
+            clock only: the clocks of two machines are never compared. The beats need the interpreter lock: a call that
+            holds it for as long makes a healthy rank look lost.
         connect_timeout: seconds from this rank's own start after which a peer that has never appeared counts as lost.
         interval: seconds between beats.
         compose: returns this rank's note.
@@ -61,6 +64,9 @@ class Heartbeat:
         life = self._store.add(f"lightning_cocod/starts of rank {rank}", 1)
         self._keys = [f"lightning_cocod/life {life}/rank {r}" for r in range(world_size)]
         self._absent = set(self._keys)
+        self._fence = Fence()
+        self._processes: dict[int, Identity] = {}  # of the ranks that have said who they are
+        self._ended: set[int] = set()  # ranks whose process was gone at an earlier look
         self._failure: str | None = None
         self._count = 0
         self._note: Note = {}
@@ -78,8 +84,10 @@ class Heartbeat:
 
     def suspect(self) -> None:
         """A connection has broken, so somebody is gone: from now on a few missed beats tell who."""
-        self.timeout = min(self.timeout, _SILENT_BEATS * self.interval)
-        self._wake.set()
+        short = _SILENT_BEATS * self.interval
+        if self.timeout > short:
+            self.timeout = short
+            self._wake.set()
 
     def failed(self, reason: str) -> None:
         """Tell the peers that this rank cannot go on. They fail within a beat instead of waiting for a time-out."""
@@ -99,7 +107,13 @@ class Heartbeat:
 
     def _publish(self) -> None:
         self._count += 1
-        beat = {"count": self._count, "failure": self._failure, "closed": self._stop.is_set(), "note": self._note}
+        beat = {
+            "count": self._count,
+            "failure": self._failure,
+            "closed": self._stop.is_set(),
+            "process": self._fence.me,
+            "note": self._note,
+        }
         self._store.set(self._keys[self.rank], json.dumps(beat))
 
     def _read(self) -> dict[int, dict[str, Any]]:
@@ -112,7 +126,7 @@ class Heartbeat:
         try:
             self._beat()
         except Exception as error:  # this rank would be deaf and mute from here on: that must not pass in silence
-            self._failure = self._failure or f"{type(error).__name__}: {first_line(error)}"
+            self._failure = self._failure or in_one_line(error)
             self._tell(PeerLost(f"the heartbeat of rank {self.rank} ended: {self._failure}"))
         with contextlib.suppress(Exception):  # the last words go out even if there is nothing new to add
             self._note = self._compose()
@@ -145,13 +159,33 @@ class Heartbeat:
                     return self._tell(PeerLost(f"rank {rank} failed: {beat['failure']}"))
                 if beat["closed"]:
                     continue
+                if rank in self._ended:
+                    return self._tell(PeerLost(f"rank {rank} is lost: its process has ended"))
+                self._look_at_process(rank, beat["process"])
                 if rank not in seen or seen[rank][0] != beat["count"]:
                     seen[rank] = beat["count"], now
                 elif now - seen[rank][1] > self.timeout:
-                    return self._tell(PeerLost(f"rank {rank} is lost: no heartbeat for {self.timeout:g} s"))
+                    ended = self._end(rank)
+                    return self._tell(PeerLost(f"rank {rank} is lost: no heartbeat for {self.timeout:g} s{ended}"))
             hurry = self._receive({rank: beat["note"] for rank, beat in beats.items()})
             self._wake.wait(self.interval / 10 if hurry else self.interval)
             self._wake.clear()
+
+    def _look_at_process(self, rank: int, process: list[Any] | None) -> None:
+        """A process that has ended may have left in good order: its last words, read at the next beat, will tell."""
+        if process is None:
+            return
+        self._processes[rank] = Identity(*process)
+        if self._fence.is_gone(self._processes[rank]):
+            self._ended.add(rank)
+            self._wake.set()
+
+    def _end(self, rank: int) -> str:
+        """End a silent rank's process if it is one of this host, and say so."""
+        process = self._processes.get(rank)
+        if process is None or not self._fence.kill(process):
+            return ""
+        return f"; its process {process.pid} on this host was ended"
 
     def _pause(self, last: float, now: float) -> float:
         """The part of the time between two looks in which this process was suspended, as far as one can tell."""
@@ -167,7 +201,9 @@ class Heartbeat:
             if not self._threads[0].is_alive():
                 return
             if now - self._answered > self.timeout:
-                return self._tell(PeerLost(f"{_STORE_LOST} (no answer for {self.timeout:g} s)"))
+                stopped = [rank for rank, process in self._processes.items() if self._fence.is_stopped(process)]
+                ended = "".join(map(self._end, stopped))
+                return self._tell(PeerLost(f"{_STORE_LOST} (no answer for {self.timeout:g} s){ended}"))
 
     def _tell(self, reason: PeerLost) -> None:
         if self._told.acquire(blocking=False) and not self._stop.is_set():

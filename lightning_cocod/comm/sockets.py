@@ -51,6 +51,16 @@ class Connections:
         made = {fd: inode for fd, inode in _sockets().items() if inode not in before.values()}
         self._made = {fd: inode for fd, inode in made.items() if _port(fd, listening=False) not in served}
 
+    def are_broken(self) -> bool:
+        """Whether the transport has closed one of them, as it does when the peer's end is gone, at work or idle."""
+        for fd, inode in self._made.items():
+            try:
+                if os.fstat(fd).st_ino != inode:
+                    return True
+            except OSError:
+                return True
+        return False
+
     def cut(self) -> None:
         """Shut down those that are still open. Listening sockets are left alone: Gloo ends the process over them."""
         now = _sockets()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
+import signal
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,28 +19,31 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.algorithms.options import nonfinite
-from lightning_cocod.comm import CommunicationError, Communicator, seconds
+from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.strategies import own_state, parts
 from lightning_cocod.strategies.averages import TimeAverages
 from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
 from lightning_cocod.strategies.continuing import continuing
+from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, shorten, show
 from lightning_cocod.strategies.own_state import OwnState
 from lightning_cocod.strategies.plateau import judge_together
-from lightning_cocod.strategies.quiet import QuietLoop
+from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
 from lightning_cocod.strategies.randomness import random_state, set_random_state
-from lightning_cocod.strategies.rendezvous import check_master
+from lightning_cocod.strategies.rendezvous import check_master, fresh_part, joining, store_outlives_ranks
 from lightning_cocod.strategies.stepper import Stepper
 from lightning_cocod.strategies.tuning import takes_part
 
@@ -70,7 +72,8 @@ class AlgorithmStrategy(DDPStrategy):
     Args:
         on_nonfinite: "raise" ends the run where a rank's message holds NaN or infinity. "skip" goes on with the mean of the
             others, which that rank gets as well, and resets its optimizer's state.
-        timeout: seconds without a heartbeat after which a peer counts as lost.
+        timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
+            this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which any collective fails although all peers live.
         connect_timeout: seconds to wait for the master, and for the other ranks, at start-up.
         process_group_backend: ``gloo``, ``nccl``; by default the usual one of the device.
@@ -120,6 +123,8 @@ class AlgorithmStrategy(DDPStrategy):
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
         self._stepped = False
+        self._ending: BaseException | None = None
+        self._alone = False
         self._resumed: OwnState | None = None
         self._training_random: dict[str, Any] | None = None  # while it is set aside
         self._undo: list[Callable[[], None]] = []
@@ -146,13 +151,42 @@ class AlgorithmStrategy(DDPStrategy):
     # Start and end
 
     @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = Launcher(self, start_method=self._start_method)
+
+    @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        if self.world_size > 1 and not torch.distributed.is_initialized():
-            environment = self.cluster_environment
-            check_master(environment.main_address, environment.main_port, self.global_rank, self._connect_timeout)
-        super().setup_distributed()
+        if self.world_size == 1 or torch.distributed.is_initialized():
+            return super().setup_distributed()
+        environment = self.cluster_environment
+        meeting = environment.main_address, environment.main_port, self.global_rank, self._connect_timeout
+        try:
+            check_master(*meeting)
+            with joining(*meeting):
+                if store_outlives_ranks():
+                    self._join_afresh()
+                super().setup_distributed()
+        except BaseException:
+            if isinstance(self._launcher, _SubprocessScriptLauncher):
+                self._launcher.kill(signal.SIGKILL)  # ranks that this one has started would wait for it
+            raise
+
+    def _join_afresh(self) -> None:
+        """What Lightning does, in a part of the store in which restarted ranks do not find those that were there before."""
+        size, place = self.world_size, self.global_rank
+        store, _, _ = next(rendezvous("env://", place, size, timeout=self._timeout))
+        torch.distributed.init_process_group(
+            self._get_process_group_backend(),
+            store=fresh_part(store, place, size),
+            rank=place,
+            world_size=size,
+            timeout=self._timeout,
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
 
     @override
     def setup_environment(self) -> None:
@@ -164,6 +198,11 @@ class AlgorithmStrategy(DDPStrategy):
             connect_timeout=self._connect_timeout,
         )
         self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
+        self._ending, self._alone = None, False
+        assert self.lightning_module is not None
+        callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer
+        callbacks.insert(0, first := LeaveFirst(self))
+        self._undo.append(lambda: callbacks.remove(first))
 
     @override
     def configure_ddp(self) -> None:
@@ -181,6 +220,7 @@ class AlgorithmStrategy(DDPStrategy):
             )
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
+            self._undo.append(sigterm_without_broadcast(trainer))
             return
         communicator = self._communicator
         assert self.model is not None
@@ -192,7 +232,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._quiet = QuietLoop(
             trainer,
             communicator.agreement,
-            lambda wish: bool(communicator.who(wish, algorithm.subject("stop?", counted=False))),
+            lambda what, wish: bool(communicator.who(wish, algorithm.subject(f"{what}?", counted=False))),
         )
         self._enter_calendar(trainer, self._algorithm, self._quiet)
 
@@ -215,32 +255,38 @@ class AlgorithmStrategy(DDPStrategy):
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        communicator = self._communicator
+        communicator, quiet = self._communicator, self._quiet
         self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
         try:
             if communicator is not None:
                 communicator.close()  # raises if a peer was lost unnoticed
         finally:
             super().teardown()
+        if quiet is not None and quiet.sigterm_is_open and self._ending is None:
+            raise SIGTERMException  # it came after the last step: the rest of the script is cut short
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.abort(exception)
+        self.leave(exception)
         super().on_exception(exception)
 
-    def abort(self, exception: BaseException) -> None:
-        """Tell the peers why this rank cannot go on. A SIGTERM has been agreed with them: all leave together."""
-        if self._communicator is not None and not isinstance(exception, SIGTERMException):
-            self._communicator.abort(exception)
-
-    def _tell(self, error: BaseException) -> None:
-        """A spawned rank's exception passes no hook of Lightning's, and the launcher may report a peer's before it."""
-        if self._start_method == "popen":
+    def leave(self, exception: BaseException) -> None:
+        """This rank's run ends with an exception. A SIGTERM in a fit has been agreed: all leave together. Otherwise the
+        peers are told why, and nobody answers any more: collectives of Lightning's give back what this rank has.
+        """
+        if self._ending is exception:
             return
-        if not isinstance(error, CommunicationError | SIGTERMException):
-            trace = "".join(traceback.format_exception(error))
-            print(f"[rank {self.global_rank}] {trace}", file=sys.stderr, flush=True)
-        self.abort(error)
+        self._ending = exception
+        if self.world_size > 1 or isinstance(exception, SIGTERMException):
+            refuse_success(exception)
+        shorten(exception)
+        if isinstance(exception, SIGTERMException) and self._quiet is not None:
+            if isinstance(self._launcher, _SubprocessScriptLauncher):
+                self._launcher.procs.clear()  # its observer kills this process when a child ends with another code than 0
+        elif self._communicator is not None and self.world_size > 1:
+            show(exception, self.global_rank)
+            self._communicator.abort(exception)
+            self._alone = True
 
     # Steps
 
@@ -283,24 +329,31 @@ class AlgorithmStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._communicator is not None:
             self._communicator.check()  # every loop comes by here: a lost peer ends validation as well
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.received_sigterm:
+                raise SIGTERMException
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._quiet is not None and (decide := self._quiet.decision()) is not None:
             return decide(obj)
+        if self._alone:
+            return obj
         with self._named("a broadcast"):
             return super().broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._communicator is not None and self._communicator.failed:
-            return  # a callback saves what it can: nobody would come
+        if self._alone:
+            return
         with self._named("a barrier"):
             super().barrier(*args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self._alone:
+            return tensor
         if self._quiet is not None and self.world_size > 1:
             self._quiet.on_reduction()
         with self._named("a reduction"):
@@ -415,7 +468,7 @@ class AlgorithmStrategy(DDPStrategy):
         averages = TimeAverages(trainer, algorithm, self._saving)
         quiet.install()
         averages.install()
-        callbacks.insert(0, first)
+        callbacks.insert(1, first)
         validation = trainer.fit_loop.epoch_loop.val_loop
         run = validation.run
 
@@ -428,19 +481,15 @@ class AlgorithmStrategy(DDPStrategy):
         loop = trainer.fit_loop
         fit = loop.run
 
-        def fit_and_tell() -> None:
-            try:
-                with takes_part(first, trainer, quiet):
-                    fit()
-                if self._resumed is not None:  # nothing was left to train
-                    self.on_train_start()
-                    algorithm.finish()
-            except BaseException as error:
-                self._tell(error)
-                raise
+        def fit_or_finish() -> None:
+            with takes_part(first, trainer, quiet):
+                fit()
+            if self._resumed is not None:  # nothing was left to train
+                self.on_train_start()
+                algorithm.finish()
 
         validation.run = run_on_consensus  # type: ignore[method-assign]  # on this instance, until teardown
-        loop.run = fit_and_tell  # type: ignore[method-assign]
+        loop.run = fit_or_finish  # type: ignore[method-assign]
         batches = loop.epoch_loop
         reset = batches.reset
 
@@ -481,7 +530,7 @@ class AlgorithmStrategy(DDPStrategy):
 
 
 class _First(Callback):
-    """Comes before every other callback: verbs, and news of a failure."""
+    """Comes before every callback of the user's: the verbs."""
 
     def __init__(self, strategy: AlgorithmStrategy, algorithm: Algorithm, quiet: QuietLoop) -> None:
         self._strategy, self._algorithm, self._quiet = strategy, algorithm, quiet
@@ -502,10 +551,6 @@ class _First(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._algorithm.finish()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._strategy.abort(exception)
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:

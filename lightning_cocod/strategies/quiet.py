@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cocod.comm.agreement import Agreement
@@ -40,10 +41,10 @@ class QuietLoop:
     Args:
         trainer: whose loop.
         agreement: among the ranks.
-        ask_all: whether any rank wishes something; asked between epochs and after validations only.
+        ask_all: whether any rank wishes what is named; asked between epochs and after validations only.
     """
 
-    def __init__(self, trainer: pl.Trainer, agreement: Agreement, ask_all: Callable[[bool], bool]) -> None:
+    def __init__(self, trainer: pl.Trainer, agreement: Agreement, ask_all: Callable[[str, bool], bool]) -> None:
         self._trainer, self._agreement, self._any = trainer, agreement, ask_all
         self._undo: list[tuple[object, str]] = []
         self._due: str | None = None
@@ -59,7 +60,7 @@ class QuietLoop:
         epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._replace(batches, "advance", _then(batches.advance, self._on_batch_end))
         self._replace(batches, "_broadcast_sigterm_tensor", lambda: None)
-        self._replace(epochs, "on_advance_end", _then(epochs.on_advance_end, self.decide_together))
+        self._replace(epochs, "on_advance_end", _then(epochs.on_advance_end, self._on_epoch_end))
         self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
         self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
         connector = trainer._logger_connector
@@ -123,7 +124,19 @@ class QuietLoop:
         """After a validation and after an epoch, outside of any step: a stop that one rank wants is everybody's."""
         trainer = self._trainer
         if not trainer.sanity_checking:
-            trainer.should_stop = self._any(trainer.should_stop)
+            trainer.should_stop = self._any(STOP, trainer.should_stop)
+            sigterm = self._any(SIGTERM, self.sigterm_is_open or trainer.received_sigterm)
+            trainer._signal_connector.received_sigterm = sigterm
+
+    @property
+    def sigterm_is_open(self) -> bool:
+        """Whether this rank has received SIGTERM and no step has come at which all could stop."""
+        return SIGTERM in self._agreement.wishes
+
+    def _on_epoch_end(self) -> None:
+        self.decide_together()
+        if self._trainer.received_sigterm:
+            raise SIGTERMException  # after the last epoch nobody else looks at it
 
     def _on_batch_end(self) -> None:
         """After all hooks of a batch: a stop that this rank alone has decided in it becomes a wish."""
@@ -174,7 +187,7 @@ class QuietLoop:
     def _on_sigterm(self, signum: int, _: object) -> None:
         """A wish in place of Lightning's broadcast, which would block inside the signal handler."""
         launcher = self._trainer.strategy.launcher
-        if launcher is not None and SIGTERM not in self._agreement.wishes:
+        if launcher is not None and not self.sigterm_is_open:
             launcher.kill(signal.Signals(signum))
         rank_zero_info("Received SIGTERM: all ranks stop together after one of the next steps.")
         self._agreement.request(SIGTERM)
@@ -182,3 +195,20 @@ class QuietLoop:
     def _on_requeue_signal(self, *_: Any) -> None:
         rank_zero_info("Received the requeue signal: all ranks save together after one of the next steps.")
         self._agreement.request(REQUEUE)
+
+
+def sigterm_without_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
+    """Outside of a fit there are no steps to agree on: SIGTERM ends this rank at its next batch, and its peers are told.
+
+    Returns:
+        What puts Lightning's handler back.
+    """
+    connector = trainer._signal_connector
+
+    def on_sigterm(signum: int, _: object) -> None:
+        if (launcher := trainer.strategy.launcher) is not None and not connector.received_sigterm:
+            launcher.kill(signal.Signals(signum))
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign]  # on this instance
+    return lambda: delattr(connector, "_sigterm_notifier_fn")

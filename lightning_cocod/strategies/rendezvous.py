@@ -1,9 +1,20 @@
-"""Finding the master: a wrong address is an error within ``connect_timeout``, not half an hour of silence."""
+"""Finding each other: what is wrong there is an error within ``connect_timeout``, not half an hour of silence."""
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
+import threading
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed import DistNetworkError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+_LOOK = 0.05  # seconds between two looks
 
 
 def check_master(address: str, port: int, rank: int, timeout: float) -> None:
@@ -34,6 +45,71 @@ def check_master(address: str, port: int, rank: int, timeout: float) -> None:
                     f"{look_at}, and that rank 0 is running"
                 ) from None
         time.sleep(0.2)
+
+
+@contextmanager
+def joining(address: str, port: int, rank: int, timeout: float) -> Iterator[None]:
+    """Around the making of the world group, which waits for a rank that never comes, and for a foreign service at the
+    master's port, far longer than ``timeout`` seconds and cannot be interrupted: the process is ended.
+
+    Raises:
+        ConnectionError: the port is taken.
+    """
+
+    def give_up() -> None:
+        print(
+            f"[rank {rank}] the ranks have not come together at {address}:{port} within {timeout:g} s: one is missing, or "
+            "something else listens at MASTER_PORT; this process ends now",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    patience = threading.Timer(timeout, give_up)
+    patience.daemon = True
+    patience.start()
+    try:
+        yield
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConnectionError(f"rank {rank} cannot listen at {address}:{port}: the port is taken; set MASTER_PORT") from None
+    finally:
+        patience.cancel()
+        patience.join()
+
+
+def store_outlives_ranks() -> bool:
+    """Whether torchrun's agent hosts the store: it keeps it, and what is in it, when it restarts the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def fresh_part(store: Store, rank: int, world_size: int) -> Store:
+    """A part of the store that no earlier ranks have written to: their addresses lead nowhere.
+
+    Rank 0 chooses its name and answers whoever asks, with a question nobody has asked before, until all have come. Waits
+    for ever: see ``joining``.
+    """
+    ask, answer = (f"lightning_cocod/{word} {{}}".format for word in ("question", "answer"))
+    if rank > 0:
+        question, reply = uuid.uuid4().hex, ["", ""]
+        store.set(ask(rank), question)
+        while reply[0] != question:
+            time.sleep(_LOOK)
+            reply = store.get(answer(rank)).decode().split() if store.check([answer(rank)]) else reply
+        part = PrefixStore(reply[1], store)
+        part.set(f"here {rank}", "")
+        return part
+    name = uuid.uuid4().hex
+    part = PrefixStore(name, store)
+    missing = set(range(1, world_size))
+    while missing:
+        for other in missing:
+            if store.check([ask(other)]):
+                store.set(answer(other), f"{store.get(ask(other)).decode()} {name}")
+        time.sleep(_LOOK)
+        missing = {other for other in missing if not part.check([f"here {other}"])}
+    return part
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -1,0 +1,296 @@
+"""Faults, in every strategy: a rank that is lost ends all others, which name it; nobody hangs, and nothing is left.
+
+The ranks are children of warm workers (`forked`); what launchers make of their ends is the matter of test_fault_launches.py.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from support.faults import Faulty, Relay, forked, nothing
+from support.ranks import run_ranks
+from support.toys import Toy, dataset, loader, parameters, trainer
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader, Subset
+
+from lightning_cocod import CoCoDStrategy
+from lightning_cocod.strategies import STRATEGIES
+from lightning_cocod.strategies.rendezvous import fresh_part
+
+CLASSES = {strategy.registered_name: strategy for strategy in STRATEGIES}
+DEADLINE = 3.0
+KILLED, TERMINATED, FAILED = -signal.SIGKILL, 128 + signal.SIGTERM, 1
+
+every_strategy = pytest.mark.parametrize("strategy", CLASSES)
+
+
+def make(strategy, world, **options):
+    """A trainer of a fit that goes on for ever, in short rounds."""
+    return trainer(CLASSES[strategy](timeout=DEADLINE, period=2), world, **{"max_epochs": 100_000, **options})
+
+
+def fit(rank, world, strategy, fault, **options):
+    make(strategy, world, **options).fit(Faulty(*fault), loader(), loader(shuffle=False))
+
+
+def ends(fn, *args):
+    """How each of two ranks ends: exit code and words. The limits are the harness's, far above what is needed."""
+    return run_ranks(forked, 2, fn, *args, init=False)
+
+
+def assert_lost(end, rank, why):
+    """A peer's end: it failed, its last line names the rank, its traceback is short, and it has left nothing behind."""
+    code, words = end
+    lines = words.strip().splitlines()
+    assert code == FAILED, words
+    assert re.match(rf"lightning_cocod\S*PeerLost: rank {rank}{why}", lines[-1]), words
+    assert sum(line.startswith("  File ") for line in lines) < 10, words
+
+
+# A rank is lost
+
+
+@pytest.mark.parametrize(
+    "where", ["before the first step", "between rounds", "while sending", "while reducing", "in validation"]
+)
+@every_strategy
+def test_a_rank_that_is_killed_anywhere_ends_its_peer_which_names_it(strategy, where):
+    survivor, victim = ends(fit, strategy, ("is killed", where))
+    assert victim[0] == KILLED
+    assert_lost(survivor, 1, " is lost: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "why", "code"),
+    [
+        ("raises", " failed: ValueError: my own bug", FAILED),
+        ("exits", " failed: SystemExit: 0", FAILED),
+        ("leaves", " is lost: ", 0),
+        ("is interrupted", " failed: KeyboardInterrupt", FAILED),
+        ("is stopped", " is lost: no heartbeat for 3 s; its process [0-9]+ on this host was ended", KILLED),
+    ],
+)
+@every_strategy
+def test_a_rank_that_ends_in_any_other_way_ends_its_peer_which_names_it(strategy, what, why, code):
+    survivor, victim = ends(fit, strategy, (what, "between rounds"))
+    assert victim[0] == code
+    assert "left over" not in victim[1]
+    assert_lost(survivor, 1, why)
+
+
+def test_rank_0_that_is_stopped_is_ended_by_its_peer_although_it_hosts_the_store():
+    victim, survivor = ends(fit, "cocod", ("is stopped", "between rounds", 0))
+    assert victim[0] == KILLED
+    assert_lost(survivor, 0, ", or the launcher that hosts the store, is lost: ")
+
+
+def saves(rank, world, strategy, fault, folder):
+    save = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    fit(rank, world, strategy, fault, callbacks=[save], enable_checkpointing=True)
+
+
+@every_strategy
+def test_a_rank_that_is_killed_in_a_checkpoint_ends_its_peer_which_names_it(strategy, tmp_path):
+    survivor, victim = ends(saves, strategy, ("is killed", "in a checkpoint"), tmp_path)
+    assert victim[0] == KILLED
+    assert_lost(survivor, 1, " is lost: ")
+
+
+def evaluates(rank, world, stage, fault):
+    getattr(make("cocod", world), stage)(Faulty(*fault), loader(shuffle=False))
+
+
+@pytest.mark.parametrize("what", ["is killed", "is stopped"])
+def test_a_rank_that_is_lost_in_a_test_ends_its_peer_which_names_it(what):
+    survivor, victim = ends(evaluates, "test", (what, "in an evaluation"))
+    assert victim[0] == KILLED
+    assert_lost(survivor, 1, " is lost: ")
+
+
+@every_strategy
+def test_weights_that_are_not_finite_reach_nobody(strategy):
+    for code, words in ends(fit, strategy, ("diverges", "between rounds")):
+        assert code == FAILED
+        assert "NonFiniteMessage: " in words
+        assert "NaN or infinity in the message of rank 1" in words
+
+
+def uneven(rank, world, strategy):
+    """Rank 1 has a batch more in each epoch, and Lightning is told not to share the data out."""
+    mine = Subset(dataset(), range(40 + 8 * rank))
+    t = make(strategy, world, max_epochs=20, use_distributed_sampler=False)
+    t.fit(Toy(dropout=0.0), DataLoader(mine, batch_size=8))
+
+
+@every_strategy
+def test_a_rank_that_runs_out_of_data_early_is_named_and_hangs_nobody(strategy):
+    both = ends(uneven, strategy)
+    assert [code for code, _ in both] == [FAILED, FAILED]
+    assert any("workers are out of step" in words for _, words in both)
+
+
+# Callbacks that save when a run fails
+
+
+def saves_on_exception(rank, world, fault, folder):
+    saves = [
+        OnExceptionCheckpoint(folder, "last_words"),
+        ModelCheckpoint(folder, filename="model", every_n_train_steps=1000, save_last=True, save_on_exception=True),
+    ]
+    fit(rank, world, "cocod", fault, callbacks=saves, enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("what", ["raises", "is killed"])
+def test_saving_after_a_failure_waits_for_nobody(what, who, tmp_path):
+    both = ends(saves_on_exception, (what, "between rounds", who), tmp_path)
+    assert both[who][0] == (KILLED if what == "is killed" else FAILED)
+    assert_lost(both[1 - who], who, "(,| is lost| failed)")
+    if (what, who) != ("is killed", 0):  # rank 0 writes
+        assert {path.name for path in tmp_path.iterdir()} == {"last_words.ckpt", "model.ckpt", "last.ckpt"}
+
+
+# SIGTERM
+
+
+def terminated(rank, world, strategy, fault, options):
+    """The code of a script whose fit is stopped, and after how many steps."""
+    model = Faulty(*fault)
+    try:
+        make(strategy, world, **options).fit(model, loader(), loader(shuffle=False))
+    except SystemExit as stop:
+        return stop.code, model.steps
+    return 0, model.steps
+
+
+@pytest.mark.parametrize("who", [0, 1, None], ids=["rank 0", "rank 1", "all"])
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("in the sanity check", {}),
+        ("before the first step", {"num_sanity_val_steps": 0}),
+        ("between rounds", {}),
+        ("in validation", {}),
+        ("in validation", {"max_epochs": 2}),  # no step follows
+        ("at the end", {"max_epochs": 1}),  # all has been done, but for what the script has yet to do
+    ],
+    ids=lambda v: v if isinstance(v, str) else " ".join(map(str, v)),
+)
+def test_sigterm_stops_all_ranks_after_the_same_step_and_is_no_success(where, options, who):
+    first, second = ends(terminated, "cocod", ("is terminated", where, who), options)
+    code, steps = eval(first[1])
+    if where == "at the end" and who is not None:  # the others had finished
+        assert {code, eval(second[1])[0]} == {0, TERMINATED}
+    else:
+        assert first == second
+        assert code == TERMINATED
+    assert steps == {"in validation": 12, "at the end": 6}.get(where, steps)
+
+
+@every_strategy
+def test_sigterm_stops_every_strategy_alike(strategy):
+    first, second = ends(terminated, strategy, ("is terminated", "between rounds", 1), {})
+    assert first == second
+    assert eval(first[1])[0] == TERMINATED
+
+
+@pytest.mark.parametrize("stage", ["test", "predict"])
+def test_sigterm_ends_an_evaluation(stage):
+    survivor, victim = ends(evaluates, stage, ("is terminated", "in an evaluation"))
+    assert victim[0] == TERMINATED
+    assert_lost(survivor, 1, " failed: SIGTERMException")
+
+
+# What is survived
+
+
+def stands_still(module):
+    """The whole process is stopped and continued: the link, seen from the peers, is down in both directions."""
+    resume = subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    resume.wait()
+
+
+def is_slow(module):
+    """A long call outside of the interpreter."""
+    time.sleep(3)
+
+
+def loses_its_way_to_the_store(module):
+    with module.relay.down():
+        time.sleep(3)
+
+
+def interrupted(rank, world, strategy, what, deadline):
+    """The weights after two epochs in which rank 1 is held up for three seconds."""
+    model = Faulty(what, "between rounds", dropout=0.2)
+    with Relay(int(os.environ["MASTER_PORT"])) as model.relay:
+        if rank == 1:
+            os.environ["MASTER_PORT"] = str(model.relay.port)
+        strategy = CLASSES[strategy](timeout=deadline, period=2)
+        trainer(strategy, world, max_epochs=2).fit(model, loader(), loader(shuffle=False))
+    assert model.happened == (rank == 1)
+    return sha256(parameters(model).numpy().tobytes()).hexdigest()
+
+
+@every_strategy
+def test_a_short_outage_leaves_no_trace_in_the_weights(strategy):
+    undisturbed = ends(interrupted, strategy, nothing, 2.0)
+    assert [code for code, _ in undisturbed] == [0, 0], undisturbed
+    assert ends(interrupted, strategy, is_slow, 2.0) == undisturbed  # beats go on: no outage, however long it is
+    for outage in (stands_still, loses_its_way_to_the_store):
+        assert ends(interrupted, strategy, outage, 8.0) == undisturbed
+
+
+def test_an_outage_beyond_the_deadline_is_a_loss():
+    """The negative control: the relay does cut the rank off."""
+    both = ends(interrupted, "cocod", loses_its_way_to_the_store, 1.5)
+    assert all(code in (FAILED, KILLED) for code, _ in both)
+    assert any("PeerLost: rank" in words for _, words in both)
+
+
+# Coming together
+
+
+def alone(rank, world, folder, listening):
+    """Rank 1 never comes or, where another service listens at the master's port, both come."""
+    with (folder / str(rank)).open("w") as said:
+        os.dup2(said.fileno(), 2)
+    if listening:
+        os.environ["MASTER_PORT"] = str(listening)
+    elif rank == 1:
+        return
+    trainer(CoCoDStrategy(connect_timeout=2), world).fit(Toy(), loader())
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_connect_timeout(tmp_path):
+    (code, _), _ = ends(alone, tmp_path, None)
+    assert code == FAILED
+    assert "[rank 0] the ranks have not come together at 127.0.0.1:" in (tmp_path / "0").read_text()
+
+
+def test_a_port_that_is_taken_is_named_and_nobody_waits_there_for_ever(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        host, guest = ends(alone, tmp_path, port)
+    assert host[0] == guest[0] == FAILED
+    last = host[1].strip().splitlines()[-1]
+    assert last == f"ConnectionError: rank 0 cannot listen at 127.0.0.1:{port}: the port is taken; set MASTER_PORT"
+    assert "something else listens at MASTER_PORT" in (tmp_path / "1").read_text()
+
+
+def test_restarted_ranks_meet_in_a_part_of_the_store_where_nobody_was_before():
+    store, parts = HashStore(), []
+    for attempt in range(3):
+        with ThreadPoolExecutor(3) as ranks:
+            parts.append(list(ranks.map(lambda rank: fresh_part(store, rank, 3), range(3))))
+        assert not any(part.check(["address"]) for part in parts[-1])
+        parts[-1][0].set("address", str(attempt))
+        assert [part.get("address").decode() for part in parts[-1]] == [str(attempt)] * 3
