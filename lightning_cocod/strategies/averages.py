@@ -18,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_cocod.algorithms import Algorithm
+from lightning_cocod.strategies.replaced import Replaced
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())  # Lightning has it since 2.6
 
 
-class TimeAverages:
-    """The averages that a trainer's callbacks keep, made part of an algorithm's consensus.
+def keep_consensus(
+    trainer: pl.Trainer, algorithm: Algorithm, consensus: Callable[[], AbstractContextManager[None]], replaced: Replaced
+) -> None:
+    """Make the averages that a trainer's callbacks keep part of an algorithm's consensus.
 
     Validation and the end of fit, where these callbacks put their average into the model, then need no more. What they
     write into checkpoints, and the moment at which ``StochasticWeightAveraging`` replaces the weights, are seen to here.
@@ -35,68 +38,51 @@ class TimeAverages:
         trainer: whose callbacks.
         algorithm: whose consensus.
         consensus: puts the consensus in place for a checkpoint.
+        replaced: takes what is replaced on these callbacks.
     """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Trainer.__init__
+        if isinstance(callback, StochasticWeightAveraging):
+            replaced.method(callback, "state_dict", _written_in(consensus, callback.state_dict))
+            replaced.method(callback, "transfer_weights", _rewriting(algorithm, callback.transfer_weights))
+        elif isinstance(callback, _WEIGHT_AVERAGING):
+            if trainer.ckpt_path is None:  # else the average has been restored
+                _begin_alike(callback._average_model, trainer.lightning_module)
+            replaced.method(callback, "on_save_checkpoint", _written_in(consensus, callback.on_save_checkpoint))
+        else:
+            continue
+        algorithm.beside.append(callback._average_model)
 
-    def __init__(
-        self, trainer: pl.Trainer, algorithm: Algorithm, consensus: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._trainer, self._algorithm, self._consensus = trainer, algorithm, consensus
-        self._undo: list[tuple[object, str]] = []
 
-    def install(self) -> None:
-        """Replace methods on the instances of these callbacks."""
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]  # set by Trainer.__init__
-            if isinstance(callback, StochasticWeightAveraging):
-                self._replace(callback, "state_dict", self._with_consensus(callback.state_dict))
-                self._replace(callback, "transfer_weights", self._rewriting(callback.transfer_weights))
-            elif isinstance(callback, _WEIGHT_AVERAGING):
-                self._begin_alike(callback._average_model)
-                self._replace(callback, "on_save_checkpoint", self._with_consensus(callback.on_save_checkpoint))
-            else:
-                continue
-            self._algorithm.beside.append(callback._average_model)
+def _written_in(consensus: Callable[[], AbstractContextManager[None]], write: Callable[..., Any]) -> Callable[..., Any]:
+    """Called by all ranks. What is returned, or put into a checkpoint, is copied: the tensors themselves change back."""
 
-    def remove(self) -> None:
-        """Put everything back."""
-        for owner, name in reversed(self._undo):
-            delattr(owner, name)  # the class's own method shows again
-        self._undo = []
+    def written(*args: Any) -> Any:
+        with consensus():
+            result = write(*args)
+            if result is not None:
+                return apply_to_collection(result, Tensor, _copy)
+            checkpoint = args[-1]
+            for part in ("state_dict", "averaging_state"):
+                checkpoint[part] = apply_to_collection(checkpoint[part], Tensor, _copy)
+            return None
 
-    def _replace(self, owner: object, name: str, value: Callable[..., Any]) -> None:
-        setattr(owner, name, value)
-        self._undo.append((owner, name))
+    return written
 
-    def _with_consensus(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        """Called by all ranks. What is returned, or put into a checkpoint, is copied: the tensors themselves change back."""
 
-        def written(*args: Any) -> Any:
-            with self._consensus():
-                result = write(*args)
-                if result is not None:
-                    return apply_to_collection(result, Tensor, _copy)
-                checkpoint = args[-1]
-                for part in ("state_dict", "averaging_state"):
-                    checkpoint[part] = apply_to_collection(checkpoint[part], Tensor, _copy)
-                return None
+def _rewriting(algorithm: Algorithm, transfer: Callable[..., None]) -> Callable[..., None]:
+    def transfer_everywhere(*modules: pl.LightningModule) -> None:
+        with algorithm.rewriting():
+            transfer(*modules)
 
-        return written
+    return transfer_everywhere
 
-    def _rewriting(self, transfer: Callable[..., None]) -> Callable[..., None]:
-        def transfer_everywhere(*modules: pl.LightningModule) -> None:
-            with self._algorithm.rewriting():
-                transfer(*modules)
 
-        return transfer_everywhere
-
-    @torch.no_grad()
-    def _begin_alike(self, average: torch.optim.swa_utils.AveragedModel) -> None:
-        """The average was made before the ranks had the weights of rank 0."""
-        if self._trainer.ckpt_path is not None:  # the average has been restored
-            return
-        model = self._trainer.lightning_module
-        ours, theirs = (chain(m.parameters(), m.buffers()) for m in (average.module, model))
-        for mine, initial in zip(ours, theirs, strict=True):
-            mine.copy_(initial)
+@torch.no_grad()
+def _begin_alike(average: torch.optim.swa_utils.AveragedModel, model: torch.nn.Module) -> None:
+    """The average was made before the ranks had the weights of rank 0."""
+    ours, theirs = (chain(m.parameters(), m.buffers()) for m in (average.module, model))
+    for mine, initial in zip(ours, theirs, strict=True):
+        mine.copy_(initial)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,9 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
@@ -25,7 +22,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,35 +29,20 @@ from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.algorithms.options import nonfinite
 from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
-from lightning_cocod.strategies import own_state, parts
-from lightning_cocod.strategies.averages import TimeAverages
+from lightning_cocod.strategies import calendar, own_state, parts, refusals
 from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
 from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, shorten, show
 from lightning_cocod.strategies.own_state import OwnState
-from lightning_cocod.strategies.plateau import judge_together
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master, fresh_part, joining, store_outlives_ranks
+from lightning_cocod.strategies.replaced import Replaced
 from lightning_cocod.strategies.stepper import Stepper
-from lightning_cocod.strategies.tuning import takes_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
-_DDP_ONLY = {
-    "find_unused_parameters": "parameters without a gradient are allowed anyway",
-    "static_graph": "there is no DDP reducer whose graph could be static",
-    "gradient_as_bucket_view": "gradients are not exchanged in DDP's buckets",
-    "bucket_cap_mb": "gradients are not exchanged in DDP's buckets",
-    "broadcast_buffers": "buffers stay local in training and are averaged for evaluation",
-    "model_averaging_period": "that is what period= is for",
-    "ddp_comm_state": "there is no DDP reducer to hook into",
-    "ddp_comm_hook": "there is no DDP reducer to hook into",
-    "ddp_comm_wrapper": "there is no DDP reducer to hook into",
-}
 
 
 class AlgorithmStrategy(DDPStrategy):
@@ -99,14 +80,8 @@ class AlgorithmStrategy(DDPStrategy):
         start_method: str = "popen",
         **options: Any,
     ) -> None:
-        for name, why in _DDP_ONLY.items():
-            if name in options:
-                raise TypeError(f"{type(self).__name__} has no option {name}: {why}; leave it out")
-        known = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
-        if unknown := sorted(set(options) - known):
-            raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
-        if start_method not in _START_METHODS:
-            raise ValueError(f"start_method must be one of {', '.join(_START_METHODS)}, got {start_method!r}")
+        refusals.unknown_options(type(self).__name__, options)
+        refusals.start_method(start_method)
         nonfinite(on_nonfinite)
         self._on_nonfinite = on_nonfinite
         self._heartbeat_timeout = seconds("timeout", timeout)
@@ -127,7 +102,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._alone = False
         self._resumed: OwnState | None = None
         self._training_random: dict[str, Any] | None = None  # while it is set aside
-        self._undo: list[Callable[[], None]] = []
+        self._replaced = Replaced()
 
     @abstractmethod
     def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> Algorithm:
@@ -200,41 +175,36 @@ class AlgorithmStrategy(DDPStrategy):
         self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
         self._ending, self._alone = None, False
         assert self.lightning_module is not None
-        callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer
-        callbacks.insert(0, first := LeaveFirst(self))
-        self._undo.append(lambda: callbacks.remove(first))
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
+        self._replaced.inserted(callbacks, 0, LeaveFirst(self))
 
     @override
     def configure_ddp(self) -> None:
         """No wrapper. What DDP's constructor does besides stays: initial weights are those of rank 0."""
         assert self.model is not None
-        _refuse_lazy(self.model)
+        refusals.lazy_parameters(self.model)
         _sync_module_states(self.model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None and trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
-            rank_zero_warn(
-                "sync_batchnorm=True is a collective in every forward pass: it puts the ranks in step, and communication "
-                "cannot be hidden behind it. Evaluation averages the running statistics without it."
-            )
+            refusals.warn_of_synchronous_batch_norm()
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
-            self._undo.append(sigterm_without_broadcast(trainer))
+            sigterm_without_broadcast(trainer, self._replaced)
             return
         communicator = self._communicator
         assert self.model is not None
         assert communicator is not None
-        self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
-        self._refuse_scaled_warm_up(self._algorithm)
-        self._steppers = {optimizer: Stepper(optimizer, self._algorithm) for optimizer in self.optimizers}
-        algorithm = self._algorithm
+        algorithm = self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
+        refusals.scaled_warm_up(self.precision_plugin, algorithm)
+        self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(
             trainer,
             communicator.agreement,
             lambda what, wish: bool(communicator.who(wish, algorithm.subject(f"{what}?", counted=False))),
         )
-        self._enter_calendar(trainer, self._algorithm, self._quiet)
+        calendar.enter(self, trainer, self._quiet, self._replaced)
 
     @override
     def on_train_start(self) -> None:
@@ -250,11 +220,15 @@ class AlgorithmStrategy(DDPStrategy):
             self._resumed.continue_(self.lightning_module.trainer, self.algorithm, self.root_device)
             self._resumed = None
 
+    def finish_if_nothing_was_left(self) -> None:
+        """A run that is resumed where it ended ends as it did."""
+        if self._resumed is not None:
+            self.on_train_start()
+            self.algorithm.finish()
+
     @override
     def teardown(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        self._replaced.put_back()
         communicator, quiet = self._communicator, self._quiet
         self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
         try:
@@ -310,8 +284,13 @@ class AlgorithmStrategy(DDPStrategy):
         if self.lightning_module.automatic_optimization:
             self._after_step()
         else:
-            self._stepped = True  # a step is a batch in which any optimizer stepped
+            self._stepped = True
         return output
+
+    def after_batch(self) -> None:
+        """In manual optimization a step is a batch in which any optimizer stepped."""
+        if self._stepped:
+            self._after_step()
 
     def _after_step(self) -> None:
         assert self._quiet is not None
@@ -386,12 +365,12 @@ class AlgorithmStrategy(DDPStrategy):
         """The consensus model's. Collective: all ranks call it. After a failure nobody answers: this rank's replica's."""
         if self._algorithm is None:
             return super().lightning_module_state_dict()
-        with self._saving():
+        with self.saving():
             state = super().lightning_module_state_dict()
             return {name: _copy(value) for name, value in state.items()}
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
         """The consensus model in place, or this rank's replica once communication has failed."""
         if self.algorithm.comm.failed:
             rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
@@ -460,62 +439,7 @@ class AlgorithmStrategy(DDPStrategy):
         assert self._communicator is not None
         return Checkpoints(self._communicator, self.registered_name)
 
-    # The calendar
-
-    def _enter_calendar(self, trainer: pl.Trainer, algorithm: Algorithm, quiet: QuietLoop) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
-        first = _First(self, algorithm, quiet)
-        averages = TimeAverages(trainer, algorithm, self._saving)
-        quiet.install()
-        averages.install()
-        callbacks.insert(1, first)
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        run = validation.run
-
-        def run_on_consensus() -> Any:
-            with self.evaluating():
-                result = run()
-            quiet.decide_together()
-            return result
-
-        loop = trainer.fit_loop
-        fit = loop.run
-
-        def fit_or_finish() -> None:
-            with takes_part(first, trainer, quiet):
-                fit()
-            if self._resumed is not None:  # nothing was left to train
-                self.on_train_start()
-                algorithm.finish()
-
-        validation.run = run_on_consensus  # type: ignore[method-assign]  # on this instance, until teardown
-        loop.run = fit_or_finish  # type: ignore[method-assign]
-        batches = loop.epoch_loop
-        reset = batches.reset
-
-        def reset_quietly() -> None:
-            with warnings.catch_warnings():  # Lightning does not know that the loaders continue
-                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-                reset()
-
-        batches.reset = reset_quietly  # type: ignore[method-assign]
-        if self.world_size > 1:
-            self._undo.append(judge_together(trainer))
-        self._undo += [
-            quiet.remove,
-            averages.remove,
-            lambda: callbacks.remove(first),
-            lambda: delattr(validation, "run"),
-            lambda: delattr(loop, "run"),
-            lambda: delattr(batches, "reset"),
-        ]
-
-    def _refuse_scaled_warm_up(self, algorithm: Algorithm) -> None:
-        if getattr(self.precision_plugin, "scaler", None) is not None and algorithm.when.synchronous(0):
-            raise MisconfigurationException(
-                "warmup_steps and precision='16-mixed' do not go together: each rank's gradient scaler decides on its own "
-                "whether to skip a step; use precision='bf16-mixed' or warmup_steps=0"
-            )
+    # Names
 
     @classmethod
     @override
@@ -527,39 +451,6 @@ class AlgorithmStrategy(DDPStrategy):
             if name not in strategy_registry:
                 description = f"{cls.__name__} with start_method {method!r}"
                 strategy_registry.register(name, cls, description=description, start_method=method)
-
-
-class _First(Callback):
-    """Comes before every callback of the user's: the verbs."""
-
-    def __init__(self, strategy: AlgorithmStrategy, algorithm: Algorithm, quiet: QuietLoop) -> None:
-        self._strategy, self._algorithm, self._quiet = strategy, algorithm, quiet
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self._quiet.on_batch_start()
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self._algorithm.before_step(getattr(optimizer, "wrapped", optimizer))
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self._strategy._stepped:  # manual optimization
-            self._strategy._after_step()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._algorithm.finish()
-
-
-def _refuse_lazy(model: torch.nn.Module) -> None:
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise MisconfigurationException(
-            f"parameter {lazy[0]} has no shape yet, and ranks cannot begin with the same weights: run a batch through the "
-            "model before trainer.fit or at the end of configure_model, or give the layer its sizes"
-        )
 
 
 def _copy(value: Any) -> Any:

@@ -5,18 +5,19 @@ Each rank would judge its own metric where that is not synchronised. Learning ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_cocod.strategies.replaced import Replaced
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def judge_together(trainer: pl.Trainer) -> Callable[[], None]:
-    """From now on, what the trainer's plateau schedulers monitor is its mean over the ranks. Returns what undoes it.
+def judge_together(trainer: pl.Trainer, replaced: Replaced) -> None:
+    """From now on, what the trainer's plateau schedulers monitor is its mean over the ranks.
 
     A collective whenever such a scheduler steps, which is once an epoch by default.
     """
@@ -35,5 +36,4 @@ def judge_together(trainer: pl.Trainer) -> Callable[[], None]:
             "ReduceLROnPlateau with interval='step' compares its metric over all ranks in a step: a blocking collective, "
             "behind which no communication can be hidden; use interval='epoch' or a longer frequency"
         )
-    batches._get_monitor_value = mean  # type: ignore[method-assign]  # on this instance
-    return lambda: delattr(batches, "_get_monitor_value")
+    replaced.method(batches, "_get_monitor_value", mean)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cocod.comm.agreement import Agreement
+from lightning_cocod.strategies.replaced import Replaced, then
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -26,17 +27,8 @@ if TYPE_CHECKING:
 STOP, SIGTERM, REQUEUE = "stop", "SIGTERM", "requeue"
 
 
-def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = first(*args, **kwargs)
-        second()
-        return result
-
-    return both
-
-
 class QuietLoop:
-    """Takes the collectives out of the trainer's batches and puts them back.
+    """Takes the collectives out of the trainer's batches.
 
     Args:
         trainer: whose loop.
@@ -46,7 +38,6 @@ class QuietLoop:
 
     def __init__(self, trainer: pl.Trainer, agreement: Agreement, ask_all: Callable[[str, bool], bool]) -> None:
         self._trainer, self._agreement, self._any = trainer, agreement, ask_all
-        self._undo: list[tuple[object, str]] = []
         self._due: str | None = None
         self._stopping = False
         self._tuning = False
@@ -54,28 +45,22 @@ class QuietLoop:
         self._in_training_step = self._told = False
         self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
 
-    def install(self) -> None:
-        """Replace methods on the instances of this trainer."""
+    def install(self, replaced: Replaced) -> None:
+        """Replace methods of this trainer and its callbacks."""
         trainer = self._trainer
         epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._replace(batches, "advance", _then(batches.advance, self._on_batch_end))
-        self._replace(batches, "_broadcast_sigterm_tensor", lambda: None)
-        self._replace(epochs, "on_advance_end", _then(epochs.on_advance_end, self._on_epoch_end))
-        self._replace(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
-        self._replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
+        replaced.method(batches, "advance", then(batches.advance, self._on_batch_end))
+        replaced.method(batches, "_broadcast_sigterm_tensor", lambda: None)
+        replaced.method(epochs, "on_advance_end", then(epochs.on_advance_end, self._on_epoch_end))
+        replaced.method(trainer._signal_connector, "_sigterm_notifier_fn", self._on_sigterm)
+        replaced.method(trainer._signal_connector, "_slurm_sigusr_handler_fn", self._on_requeue_signal)
         connector = trainer._logger_connector
-        self._replace(connector, "on_batch_end", _then(self._requeue_if_due, connector.on_batch_end))
+        replaced.method(connector, "on_batch_end", then(self._requeue_if_due, connector.on_batch_end))
         for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]  # set by Trainer.__init__
             if isinstance(callback, Timer):
-                self._replace_decision(callback, f"time limit {number}", wanted=True)
+                self._replace_decision(replaced, callback, f"time limit {number}", wanted=True)
             elif isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
-                self._replace_decision(callback, f"checkpoint {number}", wanted=False)  # it asks whether to skip
-
-    def remove(self) -> None:
-        """Put everything back."""
-        for owner, name in reversed(self._undo):
-            delattr(owner, name)  # the class's own method shows again
-        self._undo = []
+                self._replace_decision(replaced, callback, f"checkpoint {number}", wanted=False)  # it asks whether to skip
 
     def decision(self) -> Callable[[bool], bool] | None:
         """What replaces the next broadcast, if a callback is about to decide something on a batch. Good for one broadcast:
@@ -160,11 +145,7 @@ class QuietLoop:
     def _due_is(self, what: str) -> bool:
         return self._due is not None and self._due.startswith(what)
 
-    def _replace(self, owner: object, name: str, value: Any) -> None:
-        setattr(owner, name, value)
-        self._undo.append((owner, name))
-
-    def _replace_decision(self, callback: Timer | ModelCheckpoint, name: str, *, wanted: bool) -> None:
+    def _replace_decision(self, replaced: Replaced, callback: Timer | ModelCheckpoint, name: str, *, wanted: bool) -> None:
         """The first ``strategy.broadcast`` in the callback's batch hook answers with what has been agreed."""
         original = callback.on_train_batch_end
 
@@ -182,7 +163,7 @@ class QuietLoop:
             finally:
                 self._decide = None
 
-        self._replace(callback, "on_train_batch_end", on_train_batch_end)
+        replaced.method(callback, "on_train_batch_end", on_train_batch_end)
 
     def _on_sigterm(self, signum: int, _: object) -> None:
         """A wish in place of Lightning's broadcast, which would block inside the signal handler."""
@@ -197,12 +178,8 @@ class QuietLoop:
         self._agreement.request(REQUEUE)
 
 
-def sigterm_without_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
-    """Outside of a fit there are no steps to agree on: SIGTERM ends this rank at its next batch, and its peers are told.
-
-    Returns:
-        What puts Lightning's handler back.
-    """
+def sigterm_without_broadcast(trainer: pl.Trainer, replaced: Replaced) -> None:
+    """Outside of a fit there are no steps to agree on: SIGTERM ends this rank at its next batch, and its peers are told."""
     connector = trainer._signal_connector
 
     def on_sigterm(signum: int, _: object) -> None:
@@ -210,5 +187,4 @@ def sigterm_without_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
             launcher.kill(signal.Signals(signum))
         connector.received_sigterm = True
 
-    connector._sigterm_notifier_fn = on_sigterm  # type: ignore[method-assign]  # on this instance
-    return lambda: delattr(connector, "_sigterm_notifier_fn")
+    replaced.method(connector, "_sigterm_notifier_fn", on_sigterm)
