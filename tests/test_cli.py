@@ -110,6 +110,7 @@ def test_strategies_get_their_options(tmp_path):
         "warmup_steps": 0,
         "overlap": False,
         "compression": None,
+        "on_nonfinite": "raise",
         "timeout": 5,
         "process_group_timeout": 1800.0,
         "connect_timeout": 300.0,

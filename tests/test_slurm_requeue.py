@@ -89,7 +89,7 @@ def test_the_requeue_signal_saves_one_checkpoint_at_an_agreed_step_and_requeues(
     assert len(first["saved"]) == 1
     assert first["saved"][0] >= 3
     assert (tmp_path / "scontrol.calls").read_text() == "requeue 17\n"
-    assert first["last"] == second["last"] > first["saved"][0]  # SLURM's SIGTERM, at an agreed step as well
+    assert first["last"] == second["last"] >= first["saved"][0]  # SLURM's SIGTERM, agreed as well
     saved = Toy()
     saved.load_state_dict(torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["state_dict"])
     torch.testing.assert_close(flat(saved), (first["replica"] + second["replica"]) / 2, rtol=1e-6, atol=1e-7)
