@@ -89,21 +89,32 @@ class OwnState:
             loop.epoch_loop._update_learning_rates("epoch", update_plateau_schedulers=True)
             loop.epoch_progress.current.completed += 1
         loop._restarting = False  # what is left of the epoch ends like any other
+        if loop.restarted_on_epoch_start:
+            loop.epoch_loop.restarting = False  # the batches that are counted are those of the epoch before
 
 
 def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Those that the next backward adds to: within an accumulation, or where the user decides when to zero them."""
     module = trainer.lightning_module
     users = not module.automatic_optimization or is_overridden("optimizer_zero_grad", module)
-    if not users and not trainer.fit_loop._should_accumulate():
+    if not users and not trainer.fit_loop._should_accumulate() and not _begun(trainer):
         return {}
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def _positions(trainer: pl.Trainer) -> list[Position | None]:
-    """Of every loader of training; None for the beginning. At an epoch's end the next begins at the beginning."""
-    loop = trainer.fit_loop
-    if loop._combined_loader is None or loop.epoch_loop._num_ready_batches_reached():
+    """Of every loader of training; None for the beginning."""
+    loop, begun = trainer.fit_loop, _begun(trainer)
+    if loop._combined_loader is None:
         return []
-    ahead = len(getattr(loop._data_fetcher, "batches", ()))  # drawn to see whether there is another one
-    return [loader.position(ahead) for loader in loop._combined_loader.flattened if isinstance(loader, Continuing)]
+    loaders = [loader for loader in loop._combined_loader.flattened if isinstance(loader, Continuing)]
+    if loop.epoch_loop._num_ready_batches_reached() and not begun:
+        return [loader.next_epoch() for loader in loaders]
+    ahead = begun + len(getattr(loop._data_fetcher, "batches", ()))  # drawn to see whether there is another one
+    return [loader.position(ahead) for loader in loaders]
+
+
+def _begun(trainer: pl.Trainer) -> int:
+    """1 in the middle of a batch, which a resumed run does again from its start; else 0."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batches.ready - batches.processed
