@@ -117,4 +117,4 @@ def _positions(trainer: pl.Trainer) -> list[Position | None]:
 def _begun(trainer: pl.Trainer) -> int:
     """1 in the middle of a batch, which a resumed run does again from its start; else 0."""
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
-    return batches.ready - batches.processed
+    return int(batches.ready - batches.processed)  # type: ignore[attr-defined]  # declared as one of its base class

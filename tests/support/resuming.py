@@ -77,6 +77,8 @@ def fit(rank, world, strategy, module=Adam, loader=None, path=None, callbacks=()
     run.fit(model, ckpt_path=path, **fed)
     tensors = [*model.state_dict().values(), *model.buffers(), torch.get_rng_state()]
     rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+    if (scaler := getattr(run.precision_plugin, "scaler", None)) is not None:
+        rates += scaler.state_dict().values()
     return torch.cat([t.reshape(-1).double() for t in tensors]), run.global_step, rates, run.current_epoch
 
 
