@@ -3,6 +3,7 @@
 import inspect
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -387,6 +388,26 @@ def elsewhere(rank, world, folder):
 
 def test_a_link_that_is_written_over_leaves_what_it_pointed_to(tmp_path):
     assert run_ranks(elsewhere, 2, str(tmp_path), init=False) == [[True, True]] * 2
+
+
+def on_two_machines(rank, world, folder):
+    """Each rank is a machine of its own, with a disk of its own; the user copies the checkpoint itself."""
+    os.environ.update(LOCAL_RANK="0", GROUP_RANK=str(rank), NODE_RANK=str(rank), LOCAL_WORLD_SIZE="1")
+    mine, path, options = folder / str(rank), "0.ckpt", {"num_nodes": world}
+    mine.mkdir()
+    os.chdir(mine)
+    expected = fit(rank, 1, "cocod", callbacks=[Twice(".")], **options)
+    left = files_in(mine)
+    if rank == 1:
+        shutil.copy(folder / "0" / path, mine)
+    return left, same(expected, resume(rank, 1, "cocod", path=path, **options))
+
+
+def test_machines_that_share_no_disk_keep_one_part_each(tmp_path):
+    (zero, *first), (one, *second) = run_ranks(on_two_machines, 2, tmp_path, init=False)
+    assert zero == [".ranks/KEY/rank-0.pt", "0.ckpt"]
+    assert one == [".ranks/KEY/rank-1.pt"]
+    assert first == second == [True]
 
 
 # --- where a rank cannot go on exactly

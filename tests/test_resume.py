@@ -108,6 +108,10 @@ class Stateful(DataLoader):
         self.next = state["next"]
 
 
+def mixed():
+    return {"a": Stateful(), "b": shuffled()()}
+
+
 class Counting(L.LightningDataModule):
     """Has a state: the strength of its noise grows with every batch."""
 
@@ -193,6 +197,12 @@ CASES = {
     "a limit on batches": Case(options={"limit_train_batches": 4}, every=3),
     "no length": Case(loader=lambda: DataLoader(Stream(), batch_size=4), every=5, inexact=(5,)),
     "no length, before a batch": Case(loader=lambda: DataLoader(Stream(), batch_size=4), hook=START, every=5),
+    "no length, after an epoch": Case(
+        loader=lambda: DataLoader(Stream(), batch_size=4), hook=EPOCH, options={"max_epochs": 3}
+    ),
+    "no length, before an epoch": Case(
+        loader=lambda: DataLoader(Stream(), batch_size=4), hook=EPOCH_START, options={"max_epochs": 3}
+    ),
     "no length, workers": Case(
         loader=lambda: DataLoader(Stream(), batch_size=4, num_workers=1), options={"max_epochs": 1}, every=3
     ),
@@ -202,8 +212,10 @@ CASES = {
     "two loaders": Case(Two, pair, every=5),
     "loaders made anew": Case(options={"reload_dataloaders_every_n_epochs": 1}, every=5),
     "a loader with a state of its own": Case(loader=Stateful, options={"use_distributed_sampler": False}, every=5),
+    "one such loader and one without": Case(Two, mixed, options={"use_distributed_sampler": False}, every=5),
     "a data module with a state": Case(options={"data": Counting}, every=5),
     "batches that the module draws": Case(Draws, every=5),
+    "before the module draws a batch": Case(Draws, hook=START, every=5),
 }
 
 

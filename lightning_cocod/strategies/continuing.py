@@ -56,6 +56,10 @@ class Continuing:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._loader, name, value)
 
+    def begin_at(self, position: Position | None) -> None:
+        """Where the next iterator to begin begins."""
+        self.__dict__["_start"] = position
+
     def position(self, ahead: int) -> Position | None:
         """Where the current iterator is; None is the beginning.
 
@@ -74,7 +78,7 @@ class Continuing:
     def _take_start(self) -> Position | None:
         """Where the first iterator to begin begins; the others begin at the beginning."""
         start: Position | None = self._start
-        self.__dict__["_start"] = None
+        self.begin_at(None)
         return start
 
 

@@ -79,6 +79,7 @@ class OwnState:
         for name, gradient in self._part["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name].device)
         set_random_state(self._part["random"], device)
+        self._draw_ahead_again(trainer)
 
     def _finish_epoch(self, trainer: pl.Trainer) -> None:
         """What an epoch's end does with logged values, which Lightning does not keep and therefore leaves out."""
@@ -92,6 +93,19 @@ class OwnState:
         if loop.restarted_on_epoch_start:
             loop.epoch_loop.restarting = False  # the batches that are counted are those of the epoch before
 
+    def _draw_ahead_again(self, trainer: pl.Trainer) -> None:
+        """Without a length Lightning has drawn the first batch of an epoch already, when nothing was where it should be."""
+        loop = trainer.fit_loop
+        between_epochs = loop.restarted_on_epoch_start or loop.restarted_on_epoch_end or loop.resumed_on_epoch_end
+        if not between_epochs or not getattr(loop._data_fetcher, "batches", ()):
+            return
+        assert loop._combined_loader is not None
+        assert loop._data_fetcher is not None
+        for loader, position in zip(loop._combined_loader.flattened, self._part["positions"], strict=True):
+            if isinstance(loader, Continuing):
+                loader.begin_at(position)
+        iter(loop._data_fetcher)
+
 
 def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Those that the next backward adds to: within an accumulation, or where the user decides when to zero them."""
@@ -103,15 +117,20 @@ def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
 
 
 def _positions(trainer: pl.Trainer) -> list[Position | None]:
-    """Of every loader of training; None for the beginning."""
+    """Of every loader of training; None for the beginning, and for one that is left to Lightning."""
     loop, begun = trainer.fit_loop, _begun(trainer)
     if loop._combined_loader is None:
         return []
-    loaders = [loader for loader in loop._combined_loader.flattened if isinstance(loader, Continuing)]
-    if loop.epoch_loop._num_ready_batches_reached() and not begun:
-        return [loader.next_epoch() for loader in loaders]
-    ahead = begun + len(getattr(loop._data_fetcher, "batches", ()))  # drawn to see whether there is another one
-    return [loader.position(ahead) for loader in loaders]
+    between_epochs = loop.epoch_loop._num_ready_batches_reached() and not begun
+    batches = getattr(loop._data_fetcher, "batches", None)  # drawn to see whether there is another one
+    ahead = 0 if batches is None else begun + len(batches)  # None: the module draws its batches itself
+
+    def position(loader: Any) -> Position | None:
+        if not isinstance(loader, Continuing):
+            return None
+        return loader.next_epoch() if between_epochs else loader.position(ahead)
+
+    return [position(loader) for loader in loop._combined_loader.flattened]
 
 
 def _begun(trainer: pl.Trainer) -> int:
