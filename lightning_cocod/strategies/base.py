@@ -423,7 +423,7 @@ class AlgorithmStrategy(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
+        if self.local_rank == 0:
             parts.remove(filepath)
 
     @override
@@ -437,7 +437,7 @@ class AlgorithmStrategy(DDPStrategy):
 
     def _checkpoints(self) -> Checkpoints:
         assert self._communicator is not None
-        return Checkpoints(self._communicator, self.registered_name)
+        return Checkpoints(self._communicator, self.registered_name, tidies=self.local_rank == 0)
 
     # Names
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,22 @@ def write_whole(content: Any, place: str) -> None:
     Raises:
         OSError: it could not be written; what had that name before is still there.
     """
-    aside = os.path.join(os.path.dirname(place), f".{uuid.uuid4().hex}.part")  # no name that a search for checkpoints finds
+    folder, name = os.path.split(place)
+    aside = os.path.join(folder, f".{digest(name)}.part")  # always the same: what a crash has left is written over
     try:
         with open(aside, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, place)
-    except BaseException:
+    except BaseException as error:
         with suppress(FileNotFoundError):
             os.unlink(aside)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch complains of the position in the file
         raise
+
+
+def digest(name: str) -> str:
+    """Stands for a file in names beside it: Lightning takes every name with "last" in it for a last checkpoint."""
+    return hashlib.sha256(name.encode()).hexdigest()[:12]

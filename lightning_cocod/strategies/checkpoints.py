@@ -28,10 +28,11 @@ class Checkpoints:
     Args:
         communicator: of the ranks.
         algorithm: registered name; a part is good for the same algorithm only.
+        tidies: whether this rank removes what is no longer needed: one on each machine, which may have a disk of its own.
     """
 
-    def __init__(self, communicator: Communicator, algorithm: str) -> None:
-        self._comm, self._algorithm = communicator, algorithm
+    def __init__(self, communicator: Communicator, algorithm: str, *, tidies: bool) -> None:
+        self._comm, self._algorithm, self._tidies = communicator, algorithm, tidies
 
     def save(
         self, checkpoint: dict[str, Any], part: dict[str, Any], path: str | Path, write: Callable[[dict[str, Any]], None]
@@ -49,15 +50,16 @@ class Checkpoints:
         """
         comm = self._comm
         key = self._same(parts.new_key(path))
-        self._together("its part of", path, lambda: parts.write(part, path, key, comm.rank))
         where = {"parts": key, "world_size": comm.world_size, "algorithm": self._algorithm}
-
-        def commit() -> None:
-            write({**checkpoint, KEY: where})
-            if comm.rank == 0:
-                parts.remove(path, but=key)
-
-        self._together("the file of", path, commit)
+        try:
+            self._together("its part of", path, lambda: parts.write(part, path, key, comm.rank))
+            self._together("the file of", path, lambda: write({**checkpoint, KEY: where}))
+        except CheckpointFailed:
+            if self._tidies:
+                parts.remove_one(path, key)
+            raise
+        if self._tidies:
+            parts.remove(path, but=key)
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, weights_only: bool | None) -> OwnState | None:
         """This rank's part. None, with a notice, where every rank has to go on from the consensus model."""

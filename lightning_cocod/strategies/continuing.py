@@ -8,12 +8,13 @@ number of batches drawn: a resumed iterator is born in the same state, and as ma
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 
@@ -55,20 +56,29 @@ class Continuing:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._loader, name, value)
 
+    def begin_at(self, position: Position | None) -> None:
+        """Where the next iterator to begin begins."""
+        self.__dict__["_start"] = position
+
     def position(self, ahead: int) -> Position | None:
         """Where the current iterator is; None is the beginning.
 
         Args:
-            ahead: batches, 0 or 1, that have been drawn and not trained on yet.
+            ahead: batches, at most 2, that have been drawn and not trained on yet.
         """
         batches = None if self._current is None else self._current()
         position: Position | None = self._start if batches is None or not batches.begun else batches.position(ahead)
         return position
 
+    def next_epoch(self) -> Position:
+        """The beginning of the epoch that follows."""
+        generators = [generator.get_state() for generator in _generators(self._loader)]
+        return {"birth": {"random": None, "generators": generators}, "drawn": 0, "again": []}
+
     def _take_start(self) -> Position | None:
         """Where the first iterator to begin begins; the others begin at the beginning."""
         start: Position | None = self._start
-        self.__dict__["_start"] = None
+        self.begin_at(None)
         return start
 
 
@@ -82,10 +92,10 @@ class _Batches:
     def __init__(self, loader: Any, device: torch.device, take_start: Callable[[], Position | None]) -> None:
         self._loader, self._device, self._take_start = loader, device, take_start
         self._generators = _generators(loader)
-        self._sized = sized_len(loader) is not None
         self._iterator: Iterator[Any] | None = None
         self._birth: dict[str, Any] = {}
-        self._before_last: dict[str, Any] | None = None
+        self._before: deque[dict[str, Any]] = deque(maxlen=2)  # the random state before each of the last batches
+        self._again: list[dict[str, Any]] = []  # the same of those that were drawn before the checkpoint, not trained on
         self._drawn = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,9 +105,11 @@ class _Batches:
         if self._iterator is None:
             start = self._take_start()
             self._iterator = self._born() if start is None else self._reborn(start)
-        if not self._sized:  # Lightning draws a batch ahead of training: it must be drawn again as it was
-            self._before_last = random_state(self._device)
+        if self._again:
+            set_random_state(self._again.pop(0), self._device)
+        before = random_state(self._device)
         batch = next(self._iterator)
+        self._before.append(before)
         self._drawn += 1
         return batch
 
@@ -106,7 +118,7 @@ class _Batches:
         return self._iterator is not None
 
     def position(self, ahead: int) -> Position:
-        return {"birth": self._birth, "drawn": self._drawn - ahead, "before_next": self._before_last if ahead else None}
+        return {"birth": self._birth, "drawn": self._drawn - ahead, "again": list(self._before)[len(self._before) - ahead :]}
 
     def _born(self) -> Iterator[Any]:
         self._birth = {
@@ -116,15 +128,22 @@ class _Batches:
         return iter(self._loader)
 
     def _reborn(self, start: Position) -> Iterator[Any]:
-        """An iterator that has given ``drawn`` batches already. Nobody else's random numbers move.
+        """An iterator that has given ``drawn`` batches already.
 
         Raises:
             RuntimeError: the loader has become shorter.
         """
-        now = random_state(self._device)
-        set_random_state(start["birth"]["random"], self._device)
+        if getattr(self._loader, "persistent_workers", False):
+            rank_zero_warn(
+                "persistent_workers=True: the workers begin anew, and what is drawn at random in them, or for the order, is "
+                "not what it would have been; only without persistent workers is a resumed run exact"
+            )
         for generator, state in zip(self._generators, start["birth"]["generators"], strict=True):
             generator.set_state(state)
+        if start["birth"]["random"] is None:
+            return self._born()
+        now = random_state(self._device)
+        set_random_state(start["birth"]["random"], self._device)
         iterator = self._born()
         for _ in range(start["drawn"]):
             if next(iterator, _END) is _END:
@@ -133,7 +152,8 @@ class _Batches:
                     f"{self._drawn} now; resume with the data that it was saved with"
                 )
             self._drawn += 1
-        set_random_state(start["before_next"] or now, self._device)
+        set_random_state(now, self._device)
+        self._again = list(start["again"])
         return iterator
 
 

@@ -64,6 +64,7 @@ class OwnState:
         for name, gradient in self._part["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name].device)
         set_random_state(self._part["random"], device)
+        self._draw_ahead_again(trainer)
 
     def _finish_epoch(self, trainer: pl.Trainer) -> None:
         """What an epoch's end does with logged values, which Lightning does not keep and therefore leaves out."""
@@ -74,21 +75,50 @@ class OwnState:
             loop.epoch_loop._update_learning_rates("epoch", update_plateau_schedulers=True)
             loop.epoch_progress.current.completed += 1
         loop._restarting = False  # what is left of the epoch ends like any other
+        if loop.restarted_on_epoch_start:
+            loop.epoch_loop.restarting = False  # the batches that are counted are those of the epoch before
+
+    def _draw_ahead_again(self, trainer: pl.Trainer) -> None:
+        """Without a length Lightning has drawn the first batch of an epoch already, when nothing was where it should be."""
+        loop = trainer.fit_loop
+        between_epochs = loop.restarted_on_epoch_start or loop.restarted_on_epoch_end or loop.resumed_on_epoch_end
+        if not between_epochs or not getattr(loop._data_fetcher, "batches", ()):
+            return
+        assert loop._combined_loader is not None
+        assert loop._data_fetcher is not None
+        for loader, position in zip(loop._combined_loader.flattened, self._part["positions"], strict=True):
+            if isinstance(loader, Continuing):
+                loader.begin_at(position)
+        iter(loop._data_fetcher)
 
 
 def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Those that the next backward adds to: within an accumulation, or where the user decides when to zero them."""
     module = trainer.lightning_module
     users = not module.automatic_optimization or is_overridden("optimizer_zero_grad", module)
-    if not users and not trainer.fit_loop._should_accumulate():
+    if not users and not trainer.fit_loop._should_accumulate() and not _begun(trainer):
         return {}
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def _positions(trainer: pl.Trainer) -> list[Position | None]:
-    """Of every loader of training; None for the beginning. At an epoch's end the next begins at the beginning."""
-    loop = trainer.fit_loop
-    if loop._combined_loader is None or loop.epoch_loop._num_ready_batches_reached():
+    """Of every loader of training; None for the beginning, and for one that is left to Lightning."""
+    loop, begun = trainer.fit_loop, _begun(trainer)
+    if loop._combined_loader is None:
         return []
-    ahead = len(getattr(loop._data_fetcher, "batches", ()))  # drawn to see whether there is another one
-    return [loader.position(ahead) for loader in loop._combined_loader.flattened if isinstance(loader, Continuing)]
+    between_epochs = loop.epoch_loop._num_ready_batches_reached() and not begun
+    batches = getattr(loop._data_fetcher, "batches", None)  # drawn to see whether there is another one
+    ahead = 0 if batches is None else begun + len(batches)  # None: the module draws its batches itself
+
+    def position(loader: Any) -> Position | None:
+        if not isinstance(loader, Continuing):
+            return None
+        return loader.next_epoch() if between_epochs else loader.position(ahead)
+
+    return [position(loader) for loader in loop._combined_loader.flattened]
+
+
+def _begun(trainer: pl.Trainer) -> int:
+    """1 in the middle of a batch, which a resumed run does again from its start; else 0."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(batches.ready - batches.processed)  # type: ignore[attr-defined]  # declared as one of its base class

@@ -8,9 +8,10 @@ makes the parts valid, all at once; until then an earlier checkpoint of that nam
 
 from __future__ import annotations
 
-import hashlib
 import os
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_cocod.strategies.checkpoint_io import write_whole
+from lightning_cocod.strategies.checkpoint_io import digest, write_whole
 
 FOLDER = ".ranks"
 
@@ -46,7 +47,7 @@ def write(part: dict[str, Any], path: str | Path, key: str, rank: int) -> None:
 
 def read(path: str | Path, key: str, rank: int, weights_only: bool | None = None) -> dict[str, Any] | None:
     """A rank's part of the checkpoint at ``path``; None if it is not there."""
-    files, place = _place(path, key, rank)
+    files, place = _place(os.path.realpath(path) if os.path.islink(path) else path, key, rank)  # last.ckpt may be a link
     if not files.exists(place):
         return None
     with files.open(place, "rb") as file:
@@ -55,22 +56,29 @@ def read(path: str | Path, key: str, rank: int, weights_only: bool | None = None
 
 
 def remove(path: str | Path, *, but: str | None = None) -> None:
-    """Remove the parts of all savings to this path, but for one key."""
+    """Remove the parts of all savings to this path, but for one key. Several ranks may do it at a time."""
+    _remove(path, lambda key: key.startswith(_prefix(path)) and key != but)
+
+
+def remove_one(path: str | Path, key: str) -> None:
+    """Remove the parts of one saving to this path."""
+    _remove(path, lambda other: other == key)
+
+
+def _remove(path: str | Path, unwanted: Callable[[str], bool]) -> None:
     files, folder = _folder(path)
     if not files.exists(folder):
         return
     for entry in files.ls(folder, detail=False):
-        name = os.path.basename(entry.rstrip("/"))
-        if name.startswith(_prefix(path)) and name != but:
-            files.rm(entry, recursive=True)
-    if not files.ls(folder, detail=False):
+        if unwanted(os.path.basename(entry.rstrip("/"))):
+            with suppress(FileNotFoundError):
+                files.rm(entry, recursive=True)
+    with suppress(OSError):  # it holds parts of other checkpoints
         files.rmdir(folder)
 
 
 def _folder(path: str | Path) -> tuple[AbstractFileSystem, str]:
     files, place = url_to_fs(str(path))
-    if isinstance(files, LocalFileSystem):
-        place = os.path.realpath(place)  # Lightning's last.ckpt may be a link
     return files, os.path.join(os.path.dirname(place), FOLDER)
 
 
@@ -80,5 +88,4 @@ def _place(path: str | Path, key: str, rank: int) -> tuple[AbstractFileSystem, s
 
 
 def _prefix(path: str | Path) -> str:
-    """From the file's name, yet without it: Lightning takes every name with "last" in it for a last checkpoint."""
-    return hashlib.sha256(os.path.basename(str(path)).encode()).hexdigest()[:12] + "-"
+    return digest(os.path.basename(str(path))) + "-"
