@@ -661,7 +661,7 @@ def test_after_a_failure_rank_0_saves_its_replica_without_the_others(what, error
         assert KEY not in checkpoint
 
 
-def terminated(rank, world, folder):
+def terminated(rank, world, folder, samples):
     """SIGTERM reaches rank 1 alone; all stop at an agreed step and save there. The run is resumed for some steps more."""
 
     class Terminate(Callback):
@@ -671,15 +671,17 @@ def terminated(rank, world, folder):
             time.sleep(0.02)  # until all have heard of it
 
     rescue, path = OnExceptionCheckpoint(folder), f"{folder}/on_exception.ckpt"
+    options = {"loader": shuffled(samples), "max_epochs": -1}
     with pytest.raises(SIGTERMException):
-        fit(rank, world, "cocod", callbacks=[Terminate(), rescue], enable_checkpointing=True, max_epochs=-1)
+        fit(rank, world, "cocod", callbacks=[Terminate(), rescue], enable_checkpointing=True, **options)
     step = torch.load(path, weights_only=True)["global_step"]
-    options = {"max_epochs": -1, "max_steps": step + 6}
+    options |= {"max_steps": step + 6}
     return step, same(fit(rank, world, "cocod", **options), resume(rank, world, "cocod", path=path, **options))
 
 
-def test_what_is_saved_at_a_sigterm_is_exact(tmp_path):
-    first, second = run_ranks(terminated, 2, str(tmp_path), init=False)
+@pytest.mark.parametrize("samples", [400, 48], ids=["in an epoch", "at its end"])
+def test_what_is_saved_at_a_sigterm_is_exact(samples, tmp_path):
+    first, second = run_ranks(terminated, 2, str(tmp_path), samples, init=False)
     assert first == second
     assert first[0] >= 3
     assert first[1]

@@ -75,13 +75,20 @@ class OwnState:
             loop.epoch_loop._update_learning_rates("epoch", update_plateau_schedulers=True)
             loop.epoch_progress.current.completed += 1
         loop._restarting = False  # what is left of the epoch ends like any other
-        if loop.restarted_on_epoch_start:
+        if loop.restarted_on_epoch_start or self._epoch_was_complete:
             loop.epoch_loop.restarting = False  # the batches that are counted are those of the epoch before
+
+    @property
+    def _epoch_was_complete(self) -> bool:
+        """At a SIGTERM that has been agreed on at an epoch's end it is, and Lightning would go on with an empty one."""
+        epochs = self._part["lightning"]["loops"]["fit_loop"]["epoch_progress"]["current"]
+        return bool(epochs["completed"] == epochs["ready"])
 
     def _draw_ahead_again(self, trainer: pl.Trainer) -> None:
         """Without a length Lightning has drawn the first batch of an epoch already, when nothing was where it should be."""
         loop = trainer.fit_loop
-        between_epochs = loop.restarted_on_epoch_start or loop.restarted_on_epoch_end or loop.resumed_on_epoch_end
+        ended = self._epoch_was_complete or loop.restarted_on_epoch_end or loop.resumed_on_epoch_end
+        between_epochs = ended or loop.restarted_on_epoch_start
         if not between_epochs or not getattr(loop._data_fetcher, "batches", ()):
             return
         assert loop._combined_loader is not None
