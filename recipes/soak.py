@@ -28,9 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-RANKS, CHECKPOINT_EVERY, STEP, TIMEOUT, OUTAGE = 4, 50, 0.02, 4.0, 3.0
+RANKS, PERIOD, CHECKPOINT_EVERY, STEP, TIMEOUT, OUTAGE = 4, 4, 50, 0.02, 4.0, 3.0
 KINDS = ("kill", "stop", "outage")
 PATIENCE = 240.0  # seconds after which a job that makes no progress has not survived
 
@@ -66,7 +69,7 @@ def train(folder: Path) -> None:
             return torch.optim.Adam(self.parameters(), lr=1e-3)
 
     class Progress(L.Callback):
-        """A line for every step: when, which, and a digest of this rank's weights."""
+        """A line for every step: which, and a digest of this rank's weights."""
 
         def on_train_start(self, trainer, module):
             rank = trainer.global_rank
@@ -76,7 +79,7 @@ def train(folder: Path) -> None:
         def on_train_batch_end(self, trainer, module, *_):
             flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
             digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
-            self.lines.write(f"{time.time():.3f} {trainer.global_step} {digest}\n")
+            self.lines.write(f"{trainer.global_step} {digest}\n")
             if (folder / "enough").exists():
                 trainer.should_stop = True
 
@@ -87,7 +90,7 @@ def train(folder: Path) -> None:
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
     checkpoint = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=CHECKPOINT_EVERY, save_last=True, save_top_k=0)
     trainer = L.Trainer(
-        strategy=CoCoDStrategy(period=4, timeout=TIMEOUT),
+        strategy=CoCoDStrategy(period=PERIOD, timeout=TIMEOUT),
         accelerator="cpu",
         devices=RANKS,
         max_epochs=-1,
@@ -107,38 +110,54 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.furthest = 0
+        self._read = 0
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         command += ["--max-restarts=100000", __file__, "--job", str(folder)]
         log = (folder / "log.txt").open("w")
         self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
-    def steps(self, rank: int = 0) -> list[tuple[float, int, str]]:
-        path = self.folder / f"steps-{rank}.txt"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [
-            (float(at), int(step), digest) for at, step, digest in (line.split() for line in lines if line.count(" ") == 2)
-        ]
-
     def reached(self) -> int:
         """The furthest step of rank 0 so far."""
-        return max((step for _, step, _ in self.steps()), default=0)
+        path = self.folder / "steps-0.txt"
+        if path.exists():
+            with path.open() as file:
+                file.seek(self._read)
+                lines = file.read().rpartition("\n")[0]  # the last one may still be written
+            self._read += len(lines) + bool(lines)
+            self.furthest = max([self.furthest, *(int(line.split()[0]) for line in lines.splitlines())])
+        return self.furthest
+
+    def pids(self) -> list[int]:
+        """Of the ranks that train, or trained last."""
+        return [int((self.folder / f"pid-{rank}").read_text() or 0) for rank in range(RANKS)]
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Until it is so."""
+        deadline = time.monotonic() + PATIENCE
+        while not done():
+            if self.process.poll() is not None:
+                raise SystemExit(f"the job ended with exit code {self.process.returncode}:\n{self.log()}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no progress beyond step {self.furthest} for {PATIENCE:g} s:\n{self.log()}")
+            time.sleep(0.1)
 
     def wait_beyond(self, step: int) -> None:
         """Until the job has got further than that."""
-        deadline = time.monotonic() + PATIENCE
-        while self.reached() <= step:
-            if self.process.poll() is not None:
-                raise SystemExit(f"the job ended with exit code {self.process.returncode}; see {self.folder}/log.txt")
-            if time.monotonic() > deadline:
-                raise SystemExit(f"no progress beyond step {step} for {PATIENCE:g} s; see {self.folder}/log.txt")
-            time.sleep(0.1)
+        self.wait(lambda: self.reached() > step)
 
-    def hurt(self, kind: str, rank: int) -> None:
-        pid = int((self.folder / f"pid-{rank}").read_text())
-        os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    def survive(self, kind: str, rank: int) -> float:
+        """Hurt a rank; seconds until the job does steps that it has not done before."""
+        before, begun = self.pids(), time.monotonic()
+        os.kill(before[rank], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         if kind == "outage":
             time.sleep(OUTAGE)
-            os.kill(pid, signal.SIGCONT)
+            os.kill(before[rank], signal.SIGCONT)
+            self.wait_beyond(self.reached() + 2 * PERIOD)
+        else:  # the others go on to the end of their round before they notice
+            self.wait(lambda: not set(self.pids()) & set(before))
+            self.wait_beyond(self.reached())
+        return time.monotonic() - begun
 
     def end(self) -> int:
         """Let it stop by itself; its exit code. Nothing of it may be left."""
@@ -146,83 +165,82 @@ class Job:
         try:
             code = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            raise SystemExit(f"the job did not end; see {self.folder}/log.txt") from None
-        finally:
-            self.kill()
+            raise SystemExit(f"the job did not end:\n{self.log()}") from None
+        if left := self.left():
+            raise SystemExit(f"processes {left} of the job are left after its end")
         return code
+
+    def left(self) -> list[int]:
+        """Processes of the job that live."""
+        mine = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with suppress(OSError):  # it ended meanwhile, or is somebody else's
+                    mine += [int(entry.name)] if str(self.folder) in (entry / "cmdline").read_text() else []
+        return mine
 
     def kill(self) -> None:
         """Whatever is left of it."""
-        mine = str(self.folder)
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and mine in (entry / "cmdline").read_text() and int(entry.name) != os.getpid():
-                    os.kill(int(entry.name), signal.SIGKILL)
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended meanwhile, or is somebody else's
+        for pid in self.left():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def log(self) -> str:
+        """The end of what the job has printed."""
+        return (self.folder / "log.txt").read_text()[-3000:]
+
+    def steps(self, rank: int) -> list[tuple[int, str]]:
+        """Every step of a rank, in the order in which they were done, and a digest of its weights after it."""
+        lines = (self.folder / f"steps-{rank}.txt").read_text().splitlines()
+        return [(int(step), digest) for step, digest in (line.split() for line in lines if line.count(" ") == 1)]
 
 
-def soak(folder: Path, minutes: float, every: float, seed: int) -> dict:
+def soak(job: Job, minutes: float, every: float, seed: int) -> dict[str, Any]:
     """Storms of four times ``every`` seconds, calms of one, until the time is over."""
     choose = random.Random(seed)
-    job = Job(folder)
     costs: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    again, storm, calm = 0, [0.0, 0], [0.0, 0]
-    try:
-        job.wait_beyond(2 * CHECKPOINT_EVERY)
-        began = time.monotonic()
-        while time.monotonic() - began < 60 * minutes:
-            at, step = time.monotonic(), job.reached()
-            while time.monotonic() - at < 4 * every:
-                time.sleep(choose.expovariate(1 / every))
-                kind, rank, reached = choose.choice(KINDS), choose.randrange(RANKS), job.reached()
-                hurt, number = time.monotonic(), len(job.steps())
-                job.hurt(kind, rank)
-                job.wait_beyond(reached + 1)
-                costs[kind].append(time.monotonic() - hurt)
-                again += sum(done <= reached for _, done, _ in job.steps()[number:])
-                print(
-                    f"{time.monotonic() - began:6.0f} s  {kind} of rank {rank} at step {reached}: {costs[kind][-1]:.1f} s",
-                    flush=True,
-                )
-            storm[0] += time.monotonic() - at
-            storm[1] += job.reached() - step
-            at, step = time.monotonic(), job.reached()
-            time.sleep(every)
-            calm[0] += time.monotonic() - at
-            calm[1] += job.reached() - step
-        code = job.end()
-    except BaseException:
-        job.kill()
-        raise
-    return {"costs": costs, "again": again, "storm": storm, "calm": calm, "exit code": code, **compare(job)}
+    storm, calm = [0.0, 0], [0.0, 0]
+    job.wait_beyond(2 * CHECKPOINT_EVERY)
+    began = time.monotonic()
+    while time.monotonic() - began < 60 * minutes:
+        at, step = time.monotonic(), job.reached()
+        while time.monotonic() - at < 4 * every:
+            time.sleep(choose.expovariate(1 / every))
+            kind, rank, reached = choose.choice(KINDS), choose.randrange(RANKS), job.reached()
+            costs[kind].append(job.survive(kind, rank))
+            now = time.monotonic() - began
+            print(f"{now:6.0f} s  {kind} of rank {rank} at step {reached}: {costs[kind][-1]:.1f} s", flush=True)
+        storm = [storm[0] + time.monotonic() - at, storm[1] + job.reached() - step]
+        at, step = time.monotonic(), job.reached()
+        time.sleep(every)
+        calm = [calm[0] + time.monotonic() - at, calm[1] + job.reached() - step]
+    return {"costs": costs, "storm": storm, "calm": calm, "exit code": job.end(), **compare(job)}
 
 
-def compare(job: Job) -> dict:
-    """Steps that were done more than once, and those of them that gave other weights."""
-    twice = different = 0
+def compare(job: Job) -> dict[str, int]:
+    """Steps of rank 0 that were done again; of all ranks', how many, and how many of them gave other weights."""
+    again, different = [0] * RANKS, 0
     for rank in range(RANKS):
         seen: dict[int, str] = {}
-        for _, step, digest in job.steps(rank):
-            twice += step in seen
+        for step, digest in job.steps(rank):
+            again[rank] += step in seen
             different += seen.setdefault(step, digest) != digest
-    return {"twice": twice, "different": different}
+    return {"again": again[0], "compared": sum(again), "different": different}
 
 
-def report(result: dict, minutes: float) -> bool:
+def report(result: dict[str, Any]) -> bool:
+    """Print the figures. Returns whether all is well."""
     costs, storm, calm = result["costs"], result["storm"], result["calm"]
     faults = sum(map(len, costs.values()))
-    kept = (storm[1] / storm[0]) / (calm[1] / calm[0])
-    print(
-        f"\n{faults} faults survived in {storm[0] / 60:.1f} min of storm ({minutes:g} min in all); "
-        f"the job then ended with exit code {result['exit code']}"
-    )
+    quick, slow = calm[1] / calm[0], storm[1] / storm[0]
+    print(f"\n{faults} faults survived in {storm[0] / 60:.1f} min of storm; {calm[0] / 60:.1f} min of calm between")
     for kind in KINDS:
         if costs[kind]:
             print(f"  {kind:7s} {len(costs[kind]):3d}, median cost {statistics.median(costs[kind]):.1f} s")
-    print(f"throughput kept: {100 * kept:.1f} % ({storm[1] / storm[0]:.1f} against {calm[1] / calm[0]:.1f} steps/s)")
-    print(f"steps done again: {result['again']}, {100 * result['again'] / max(1, storm[1]):.1f} % of the storm's")
-    print(f"weights of steps done again, all ranks: {result['twice']} compared, {result['different']} differ")
+    print(f"throughput kept: {100 * slow / quick:.1f} % ({slow:.1f} against {quick:.1f} steps/s)")
+    print(f"work lost: {result['again']} steps done again, {100 * result['again'] / max(1, storm[1]):.1f} % of the storm's")
+    print(f"weights after steps done again, all ranks: {result['compared']} compared, {result['different']} differ")
+    print(f"the job ended with exit code {result['exit code']} and left no process")
     return result["exit code"] == 0 and result["different"] == 0
 
 
@@ -237,10 +255,14 @@ def main() -> None:
     if options.job is not None:
         return train(options.job)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        result = soak(Path(folder), options.minutes, options.every, options.seed)
+        job = Job(Path(folder))
+        try:
+            result = soak(job, options.minutes, options.every, options.seed)
+        finally:
+            job.kill()
     if options.json:
         options.json.write_text(json.dumps(result))
-    sys.exit(0 if report(result, options.minutes) else 1)
+    sys.exit(0 if report(result) else 1)
 
 
 if __name__ == "__main__":
