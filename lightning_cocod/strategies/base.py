@@ -409,9 +409,10 @@ class AlgorithmStrategy(DDPStrategy):
         self._checkpoints().save(checkpoint, part, filepath, write)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
-        if weights_only is not None:  # Lightning 2.5 does not know it
-            options["weights_only"] = weights_only
+    def load_checkpoint(  # type: ignore[override]  # Lightning 2.5 neither gives nor knows weights_only
+        self, checkpoint_path: _PATH, **options: Any
+    ) -> dict[str, Any]:
+        weights_only = options.get("weights_only", False)
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
