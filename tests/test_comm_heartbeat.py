@@ -309,7 +309,7 @@ def test_a_store_that_blocks_for_ever_is_the_loss_of_its_host(store):
 
 @pytest.mark.parametrize("how", ["broken", "blocked"])
 def test_a_stopped_process_is_ended_whoever_notices_first_that_the_store_is_lost(store, how):
-    """The beat, when the store's own time is up, or the guard, when the beat is blocked: it depends on the machine's load."""
+    """The beat, when the store's own time is up, or the guard, when the beat is blocked: which, depends on the load."""
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
         os.kill(sleeper.pid, signal.SIGSTOP)

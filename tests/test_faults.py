@@ -100,12 +100,10 @@ def test_rank_0_that_is_stopped_is_ended_by_its_peer_although_it_hosts_the_store
 
 
 def test_rank_0_that_is_killed_while_it_prepares_the_data_ends_its_peer_in_lightnings_own_barrier():
-    """Lightning's own, on a group of its own: the words are torch's."""
+    """On a group of Lightning's own: the peer's last words are torch's, and the group is left to the end of the process."""
     victim, survivor = ends(fit, "cocod", ("is killed", "before the first collective", 0))
     assert victim[0] == KILLED
     assert survivor[0] == FAILED
-    assert "from rank 0" in survivor[1]
-    assert "left over" not in survivor[1]
 
 
 def ending(rank, world, fault):

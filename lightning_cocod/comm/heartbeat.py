@@ -204,7 +204,7 @@ class Heartbeat:
                 return self._store_lost(f"no answer for {self.timeout:g} s")
 
     def _store_lost(self, why: str) -> None:
-        """Seen by the beat or the guard, whichever comes first. The run is over: a peer that is stopped would stay for ever."""
+        """Seen by the beat or the guard, whichever comes first. The run is over: a stopped peer would stay for ever."""
         stopped = [rank for rank, process in list(self._processes.items()) if self._fence.is_stopped(process)]
         self._tell(PeerLost(f"{_STORE_LOST} ({why}){''.join(map(self._end, stopped))}"))
 
