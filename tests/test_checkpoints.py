@@ -536,6 +536,16 @@ def test_resuming_with_less_data_is_an_error(tmp_path):
     run_ranks(less_data, 2, str(tmp_path), init=False)
 
 
+def between(rank, world, folder):
+    fit(rank, world, "cocod", callbacks=[Saver(folder, "on_before_zero_grad", times=[2])])
+
+
+def test_after_saving_between_a_forward_and_its_backward_torch_refuses_to_go_on(tmp_path):
+    for outcome in run_ranks_raw(between, 2, str(tmp_path), init=False, grace=30):
+        assert outcome.status == "error"
+        assert "modified by an inplace operation" in outcome.traceback
+
+
 # --- training with saving, validating and resuming again
 
 

@@ -6,12 +6,17 @@ speed of this machine.
 
 import contextlib
 import json
+import os
+import signal
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from lightning_cocod.comm import heartbeat as module
+from lightning_cocod.comm.fence import Identity
 from lightning_cocod.comm.heartbeat import Heartbeat
 
 LIMIT = 20.0
@@ -300,6 +305,30 @@ def test_a_store_that_blocks_for_ever_is_the_loss_of_its_host(store):
         b.heartbeat.timeout = 0.1
         assert b.eventually(lambda me: me.loss)
         assert b.loss == [f"{STORE} (no answer for 0.1 s)"]
+
+
+@pytest.mark.parametrize("how", ["broken", "blocked"])
+def test_a_stopped_process_is_ended_whoever_notices_first_that_the_store_is_lost(store, how):
+    """The beat, when the store's own time is up, or the guard, when the beat is blocked: which, depends on the load."""
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    try:
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        born = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(") ")[2].split()[19])
+        with ranks(store, 2) as (a, b):
+            a.heartbeat._fence.me = them = Identity.of_this_process()._replace(pid=sleeper.pid, born=born)
+            assert b.eventually(lambda me: me.heartbeat._processes.get(0) == them and me.heartbeat._fence.is_stopped(them))
+            if how == "broken":
+                store.broken = True
+            else:
+                store.frozen.clear()
+                b.heartbeat.timeout = 0.1
+            assert b.eventually(lambda me: me.loss)
+            assert b.loss[0].startswith(STORE)
+            assert b.loss[0].endswith(f"; its process {sleeper.pid} on this host was ended")
+            assert sleeper.wait(LIMIT) == -signal.SIGKILL
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_a_blocked_store_is_not_blamed_for_the_time_in_which_nobody_ran(store, clock):

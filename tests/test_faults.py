@@ -58,7 +58,15 @@ def assert_lost(end, rank, why):
 
 
 @pytest.mark.parametrize(
-    "where", ["before the first step", "between rounds", "while sending", "while reducing", "in validation"]
+    "where",
+    [
+        "before the first collective",
+        "before the first step",
+        "between rounds",
+        "while sending",
+        "while reducing",
+        "in validation",
+    ],
 )
 @every_strategy
 def test_a_rank_that_is_killed_anywhere_ends_its_peer_which_names_it(strategy, where):
@@ -89,6 +97,29 @@ def test_rank_0_that_is_stopped_is_ended_by_its_peer_although_it_hosts_the_store
     victim, survivor = ends(fit, "cocod", ("is stopped", "between rounds", 0))
     assert victim[0] == KILLED
     assert_lost(survivor, 0, ", or the launcher that hosts the store, is lost: ")
+
+
+def test_rank_0_that_is_killed_while_it_prepares_the_data_ends_its_peer_in_lightnings_own_barrier():
+    """On a group of Lightning's own: the peer's last words are torch's, and the group is left to the end of the process."""
+    victim, survivor = ends(fit, "cocod", ("is killed", "before the first collective", 0))
+    assert victim[0] == KILLED
+    assert survivor[0] == FAILED
+
+
+def ending(rank, world, fault):
+    fit(rank, world, "cocod", fault, max_epochs=2)
+
+
+def test_a_rank_that_is_killed_when_all_has_been_trained_ends_its_peer_which_names_it():
+    survivor, victim = ends(ending, ("is killed", "at the end"))
+    assert victim[0] == KILLED
+    assert_lost(survivor, 1, " is lost: ")
+
+
+def test_interrupting_all_ranks_is_no_success_of_any_and_leaves_nothing():
+    for code, words in ends(fit, "cocod", ("is interrupted", "between rounds", None)):
+        assert code == FAILED
+        assert "left over" not in words
 
 
 def saves(rank, world, strategy, fault, folder):

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 
 import pytest
 import torch
@@ -54,11 +55,15 @@ def start(command, folder, **variables):
     )
 
 
-def finish(*processes, limit=90):
+def finish(*processes, limit=240):
+    """The limit is far above what is needed. A launcher that has not ended by then is asked to take its ranks along."""
     try:
         return [(p.communicate(timeout=limit)[0], p.returncode) for p in processes]
     finally:
         for process in processes:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
             process.kill()
 
 

@@ -17,13 +17,18 @@ from lightning_cocod import CommunicationMonitor
 
 COLLECTIVES = [
     "all_gather",
+    "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "broadcast",
     "broadcast_object_list",
-    "reduce",
+    "gather",
+    "gather_object",
     "monitored_barrier",
+    "reduce",
+    "scatter",
 ]
 
 

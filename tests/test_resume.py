@@ -8,6 +8,7 @@ and all places of an accumulation over three batches.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from support.ranks import run_ranks
 from support.resuming import BATCH, Adam, Augmented, Saver, fit, resume, same, shuffled
 from support.toys import Toy, TwoOptimizers, dataset
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from lightning_cocod.strategies import STRATEGIES
 
@@ -61,6 +62,33 @@ class Thaws(Adam):
 
     def on_train_batch_start(self, batch, batch_idx):
         self.net[0].requires_grad_(2 <= self.trainer.global_step < 7)
+
+
+class Noisy(Adam):
+    """Noise is drawn when an epoch starts, and kept where no checkpoint looks."""
+
+    noise = 0.0
+
+    def on_train_epoch_start(self):
+        self.noise = torch.rand(()).item()
+
+    def loss(self, batch):
+        x, y = batch
+        return super().loss((x + self.noise, y))
+
+
+class Walk(Sampler):
+    """Each index follows from the one before."""
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        return accumulate((int(torch.randint(48, ())) for _ in range(24)), lambda here, step: (here + step) % 48)
+
+
+def walking():
+    return DataLoader(Augmented(), batch_size=4, sampler=Walk())
 
 
 def own_generator():
@@ -148,9 +176,9 @@ class Case:
     Attributes:
         made: Trainer options that are made anew for each run.
         every: resume from each checkpoint, or from every third or fifth; never from each under other strategies.
-        inexact: checkpoints from which Lightning does not go on as it should: saved by a callback's batch hook at an
-            epoch's last batch. It leaves out the validation that follows, and with it what a plateau is judged by;
-            without a length it does not see that the epoch is over. The documentation says so.
+        inexact: checkpoints from which a run does not go on as it should; the documentation says so. Most are those that a
+            callback's batch hook has saved at an epoch's last batch: Lightning leaves out the validation that follows, and
+            with it what a plateau is judged by; without a length it does not see that the epoch is over.
     """
 
     module: type[L.LightningModule] = Adam
@@ -214,6 +242,9 @@ CASES = {
     "a loader with a state of its own": Case(loader=Stateful, options={"use_distributed_sampler": False}, every=5),
     "one such loader and one without": Case(Two, mixed, options={"use_distributed_sampler": False}, every=5),
     "a data module with a state": Case(options={"data": Counting}, every=5),
+    "a sampler that remembers": Case(loader=walking, options={"use_distributed_sampler": False}, every=5, inexact=(10,)),
+    "noise of an epoch": Case(Noisy, every=5, inexact=(0, 5, 10)),
+    "within a batch": Case(hook="on_after_backward", options={"accumulate_grad_batches": 3}, every=5, inexact=(0, 5, 10)),
     "batches that the module draws": Case(Draws, every=5),
     "before the module draws a batch": Case(Draws, hook=START, every=5),
 }

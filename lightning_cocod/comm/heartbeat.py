@@ -147,7 +147,7 @@ class Heartbeat:
                 self._publish()
                 beats = self._read()
             except RuntimeError as error:  # what torch's store raises
-                return self._tell(PeerLost(f"{_STORE_LOST} ({first_line(error)})"))
+                return self._store_lost(first_line(error))
             self._answered = time.monotonic()
             if self._absent and now - self._born > self._connect_timeout:
                 missing = ", ".join(str(rank) for rank, key in enumerate(self._keys) if key in self._absent)
@@ -201,9 +201,12 @@ class Heartbeat:
             if not self._threads[0].is_alive():
                 return
             if now - self._answered > self.timeout:
-                stopped = [rank for rank, process in self._processes.items() if self._fence.is_stopped(process)]
-                ended = "".join(map(self._end, stopped))
-                return self._tell(PeerLost(f"{_STORE_LOST} (no answer for {self.timeout:g} s){ended}"))
+                return self._store_lost(f"no answer for {self.timeout:g} s")
+
+    def _store_lost(self, why: str) -> None:
+        """Seen by the beat or the guard, whichever comes first. The run is over: a stopped peer would stay for ever."""
+        stopped = [rank for rank, process in list(self._processes.items()) if self._fence.is_stopped(process)]
+        self._tell(PeerLost(f"{_STORE_LOST} ({why}){''.join(map(self._end, stopped))}"))
 
     def _tell(self, reason: PeerLost) -> None:
         if self._told.acquire(blocking=False) and not self._stop.is_set():

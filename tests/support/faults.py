@@ -59,6 +59,7 @@ WHAT = {
 }
 """What can happen to a rank."""
 WHERE = (
+    "before the first collective",
     "in the sanity check",
     "before the first step",
     "between rounds",
@@ -85,6 +86,12 @@ class Faulty(Toy):
         if self.where in places and not self.happened and self.rank in (None, self.trainer.global_rank):
             self.happened = True
             self.what(self)
+
+    def prepare_data(self):
+        self.here("before the first collective")
+
+    def setup(self, stage):
+        self.here("before the first collective")
 
     def on_train_start(self):
         self.here("before the first step")
