@@ -60,8 +60,8 @@ def read(path: str | Path, key: str, rank: int, weights_only: bool | None = None
             part: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     except Exception as error:
         raise RuntimeError(
-            f"{place} cannot be read ({first_line(error)}): resume from another checkpoint, or remove the folder that it is in "
-            "to go on from the consensus model"
+            f"{place} cannot be read ({first_line(error)}): resume from another checkpoint, or remove the folder that it is "
+            "in to go on from the consensus model"
         ) from error
     return part
 
