@@ -481,6 +481,22 @@ def test_without_the_part_of_a_rank_all_go_on_from_the_consensus_model(lost, ran
     assert_consensus_model_goes_on(run_ranks(first_steps, 2, "cocod", str(tmp_path), init=False), tmp_path, why)
 
 
+def resume_from_damage(rank, world, folder):
+    run = trainer("cocod", world, max_steps=9)
+    with pytest.raises(RuntimeError) as caught:
+        run.fit(Toy(), loader(), ckpt_path=f"{folder}/0.ckpt")
+    return str(caught.value)
+
+
+def test_a_damaged_part_is_named_on_all_ranks(tmp_path):
+    run_ranks(saved_in_step_5, 2, "cocod", str(tmp_path), init=False)
+    part = part_of(tmp_path / "0.ckpt", 1)
+    part.write_bytes(part.read_bytes()[:1000])
+    for error in run_ranks(resume_from_damage, 2, str(tmp_path), init=False):
+        assert f"{part} cannot be read" in error
+        assert "remove the folder" in error
+
+
 # --- everything in a part is needed
 
 

@@ -549,6 +549,24 @@ def test_the_state_of_another_number_of_workers_is_refused():
     run_ranks(load_state_of_three, 2, timeout=LIMIT)
 
 
+def load_with_weights(rank, n):
+    model = Quadratic(rank)
+    made = {}
+    for then, now in ((None, [3, 1]), ([3, 1], [3, 1])):
+        with CoCoD(model, torch.optim.SGD(model.parameters(), LR), weights=then) as algo:
+            algo.set_weights([4, 1])
+            state = algo.state_dict()
+        with CoCoD(model, torch.optim.SGD(model.parameters(), LR), weights=now) as algo:
+            algo.load_state_dict(state)
+            made[then is None] = algo.state_dict()["weights"]
+    assert made[True] == [[0.5, 0.5], [0.5, 0.5], [0.75, 0.25]]
+    assert made[False] == [[0.75, 0.25], [0.75, 0.25], [0.8, 0.2]]
+
+
+def test_weights_that_are_changed_on_resuming_follow_those_in_flight_and_others_are_resumed():
+    run_ranks(load_with_weights, 2, timeout=LIMIT)
+
+
 # Buckets, buffers, races
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from support.ranks import run_ranks
 from support.resuming import BATCH, Adam, Augmented, Saver, fit, resume, same, shuffled
@@ -165,6 +166,13 @@ class Counting(L.LightningDataModule):
         self.batches = state["batches"]
 
 
+class Grows(Adam):
+    """Accumulates over three batches from the second epoch on."""
+
+    def configure_callbacks(self):
+        return [GradientAccumulationScheduler({0: 1, 1: 3})]
+
+
 def scaled():
     return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3))]}
 
@@ -208,6 +216,7 @@ CASES = {
     "periods that change": Case(strategy={"period": {0: 1, 3: 2, 6: 5}}, strategies=ALL, every=3),
     "unequal weights": Case(strategy={"weights": [2, 1]}, strategies=ALL, every=3),
     "within an accumulation": Case(options={"accumulate_grad_batches": 4}, strategies=ALL),
+    "an accumulation that grows": Case(Grows, every=3),
     "manual optimization": Case(TwoOptimizers, strategies=ALL, every=5),
     "parameters that freeze and thaw": Case(Thaws, strategies=ALL, every=3),
     "gradients that the user zeroes": Case(NeverZeroed, every=5),

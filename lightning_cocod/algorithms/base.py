@@ -104,7 +104,7 @@ class Algorithm:
         )
         self.weights = _normalised(weights, self.comm.world_size)
         """w of the message in flight, and so of the next merge."""
-        self._round_weights = self._next_weights = self.weights
+        self._round_weights = self._next_weights = self._given_weights = self.weights
         self.left_out: tuple[int, ...] = ()
         """Ranks whose replica the pending correction replaces; known once it has been drained."""
         self._hooks: StepHooks | None = None
@@ -273,12 +273,15 @@ class Algorithm:
             "t": self.t,
             "round": (self.rounds.ends, self.rounds.length),
             "weights": weights,
+            "given_weights": list(self._given_weights),
             "x": [numbers[p] for p in self.x],
             "trainable": sorted(numbers[p] for p in self._trainable),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. Call after ``start`` and before the next step, on every rank.
+
+        Where this object has been made with other weights than that one, they are set as by ``set_weights``.
 
         Raises:
             ValueError: the state of another number of workers.
@@ -290,6 +293,8 @@ class Algorithm:
             )
         self.t, (self.rounds.ends, self.rounds.length) = state["t"], state["round"]
         self.weights, self._round_weights, self._next_weights = (list(w) for w in state["weights"])
+        if list(self._given_weights) != state["given_weights"]:
+            self._next_weights = self._given_weights
         members = self._members()
         self.x = [members[number] for number in state["x"]]
         self._trainable = {members[number] for number in state["trainable"]}

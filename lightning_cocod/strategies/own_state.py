@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -57,6 +58,9 @@ class OwnState:
     def continue_(self, trainer: pl.Trainer, algorithm: Algorithm, device: torch.device) -> None:
         """The last things, immediately before the next batch."""
         self._finish_epoch(trainer)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Trainer.__init__
+            if isinstance(callback, GradientAccumulationScheduler):  # which acts where an epoch starts, and this one has
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
         algorithm.load_replica(self._part["replica"])
         if self._part["algorithm"] is not None:
             algorithm.load_state_dict(self._part["algorithm"])

@@ -20,6 +20,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_cocod.comm.errors import first_line
 from lightning_cocod.strategies.checkpoint_io import digest, write_whole
 
 FOLDER = ".ranks"
@@ -46,12 +47,22 @@ def write(part: dict[str, Any], path: str | Path, key: str, rank: int) -> None:
 
 
 def read(path: str | Path, key: str, rank: int, weights_only: bool | None = None) -> dict[str, Any] | None:
-    """A rank's part of the checkpoint at ``path``; None if it is not there."""
+    """A rank's part of the checkpoint at ``path``; None if it is not there.
+
+    Raises:
+        RuntimeError: it is there and cannot be read; one line names the file.
+    """
     files, place = _place(os.path.realpath(path) if os.path.islink(path) else path, key, rank)  # last.ckpt may be a link
     if not files.exists(place):
         return None
-    with files.open(place, "rb") as file:
-        part: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    try:
+        with files.open(place, "rb") as file:
+            part: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except Exception as error:
+        raise RuntimeError(
+            f"{place} cannot be read ({first_line(error)}): resume from another checkpoint, or remove the folder that it is "
+            "in to go on from the consensus model"
+        ) from error
     return part
 
 
