@@ -26,6 +26,7 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)  # devices found, tips, "max_epochs reached"
+    logging.getLogger("lightning_cocod.strategies.leaving").disabled = True  # a failure is reported once (failure.py)
 
 
 def quiet_launcher() -> None:

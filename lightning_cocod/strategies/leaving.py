@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import traceback
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from lightning_cocod.strategies.base import AlgorithmStrategy
 
+_log = logging.getLogger(__name__)
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
@@ -40,7 +42,7 @@ def shorten(error: BaseException) -> None:
 def show(error: BaseException, rank: int) -> None:
     """The original traceback comes first: now, before peers that are told of it show theirs."""
     if isinstance(error, Exception) and not isinstance(error, CommunicationError):
-        print(f"[rank {rank}] " + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        _log.error("[rank %d] %s", rank, "".join(traceback.format_exception(error)))
 
 
 class LeaveFirst(Callback):
