@@ -21,7 +21,7 @@ from support.ranks import run_ranks, run_ranks_raw
 from support.resuming import Adam, Saver, fit, resume, same, shuffled
 from support.toys import STRATEGIES, Toy, flat, loader, parameters, trainer
 
-from lightning_cocod.algorithms.base import named_tensors
+from lightning_cocod.algorithms.replica import named_tensors
 from lightning_cocod.strategies import checkpoint_io, parts
 from lightning_cocod.strategies.checkpoints import KEY, CheckpointFailed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.loop import StepHooks
 from lightning_cocod.algorithms.options import nonfinite, positive
 from lightning_cocod.algorithms.repair import forget, restore, tell
+from lightning_cocod.algorithms.replica import Replica
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Message, Subject
 from lightning_cocod.comm.ledger import Reading
@@ -84,9 +85,7 @@ class Algorithm:
         process_group_timeout: float = 1800.0,
     ) -> None:
         self.model = model
-        self.beside: list[nn.Module] = []
-        """Modules that this worker keeps beside the model, such as a moving average of it. They are in the consensus: where
-        the model is the workers' mean, each of these is the mean of the workers'."""
+        self.replica = Replica(model)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for opt in self.optimizers:
             if isinstance(opt, torch.optim.LBFGS):
@@ -108,8 +107,6 @@ class Algorithm:
         self.left_out: tuple[int, ...] = ()
         """Ranks whose replica the pending correction replaces; known once it has been drained."""
         self._hooks: StepHooks | None = None
-        self._in_consensus = False
-        self._set_aside: dict[str, Tensor] = {}  # this worker's own tensors while the consensus model's are in their place
         self._started = False
         self._merged: Message | None = None  # the last one, for the metrics
         self._distance = 0.0
@@ -183,7 +180,7 @@ class Algorithm:
         Raises:
             RuntimeError: inside ``consensus()``, on leaving which the step would be undone.
         """
-        if self._in_consensus:
+        if self.replica.is_aside:
             raise RuntimeError("no optimizer step inside consensus(): leaving it would undo the step")
         self.t += 1
 
@@ -221,44 +218,15 @@ class Algorithm:
         """Inside, parameters and buffers of the model are those of the consensus model, the same on every rank.
 
         Collective. Outside, training continues exactly where it was: nothing is folded, nothing is reset. Costs one more
-        copy of the parameters while it lasts, in host memory, and one of everything ``beside`` the model.
+        copy of the parameters while it lasts, in host memory, and one of what is kept beside the model.
         """
-        if self.comm.world_size == 1 or not self._started or self._in_consensus:
+        if self.comm.world_size == 1 or not self._started or self.replica.is_aside:
             yield
             return
-        parameters = self._moved()
-        modules = [m for root in (self.model, *self.beside) for m in root.modules()]
-        buffers = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
-        tensors = [*parameters, *(b for _, _, b in buffers)]
-        own = [t.detach().to("cpu", copy=True) for t in tensors]
-        copies = {id(tensor): copy for tensor, copy in zip(tensors, own, strict=True)}
-        self._set_aside = {name: copies[id(tensor)] for name, tensor in self._named().items()}
-        self._in_consensus = True
-        try:
+        with self.replica.set_aside(self._moved()):
             if left_out := self._become_consensus("consensus"):
                 tell(self.comm, left_out, self.t, "left out of the consensus")
             yield
-        finally:
-            self._in_consensus, self._set_aside = False, {}
-            for module, name, buffer in buffers:  # evaluation may have put another tensor in its place
-                module._buffers[name] = buffer
-            with torch.no_grad():
-                for tensor, value in zip(tensors, own, strict=True):
-                    tensor.copy_(value)
-
-    def replica(self) -> dict[str, Tensor]:
-        """This worker's own parameters and buffers by name, inside ``consensus()`` as well. They are not copies.
-
-        Those of the modules ``beside`` the model are among them.
-        """
-        return self._set_aside or {name: tensor.detach() for name, tensor in self._named().items()}
-
-    @torch.no_grad()
-    def load_replica(self, replica: Mapping[str, Tensor]) -> None:
-        """Put a worker's own parameters and buffers in place of what is there, as far as the model has them."""
-        for name, tensor in self._named().items():
-            if name in replica:
-                tensor.copy_(replica[name])
 
     @property
     def started(self) -> bool:
@@ -347,7 +315,8 @@ class Algorithm:
         """
         if left_out:
             members = set(self.x)
-            with self._on_device([*(p.detach() for p in self._moved() if p not in members), *self._buffers()]) as rest:
+            others = [p.detach() for p in self._moved() if p not in members]
+            with self._on_device([*others, *self.replica.buffers()]) as rest:
                 restore(rest, self.comm, left_out, self.subject("repair"))
             self._reset(left_out, "round")
 
@@ -381,16 +350,7 @@ class Algorithm:
 
     def _moved(self) -> list[nn.Parameter]:
         """All parameters that may differ between workers: the user may move some without an optimizer."""
-        others = (p for root in (self.model, *self.beside) for p in root.parameters())
-        return list(dict.fromkeys([*self._parameters(), *others]))
-
-    def _buffers(self) -> list[Tensor]:
-        return [buffer for root in (self.model, *self.beside) for buffer in root.buffers()]
-
-    def _named(self) -> dict[str, Tensor]:
-        """Everything of this worker that the consensus replaces for a while, by name."""
-        beside = {f"beside {n}: {name}": t for n, m in enumerate(self.beside) for name, t in named_tensors(m).items()}
-        return {**named_tensors(self.model), **beside}
+        return list(dict.fromkeys([*self._parameters(), *self.replica.parameters()]))
 
     def _reset(self, left_out: tuple[int, ...], what: str) -> None:
         if self.comm.rank in left_out:
@@ -409,7 +369,7 @@ class Algorithm:
         with self._on_device([p.detach() for p in self._moved()]) as parameters:
             mean = self.comm.mean_(parameters, self.w, subject, fit=fit)
             mean.wait()
-        buffers = self._buffers()
+        buffers = self.replica.buffers()
         with self._on_device([b for b in buffers if b.is_floating_point() or b.is_complex()]) as averaged:
             if averaged:  # not looked at: an attention mask holds -inf rightly
                 fit = self.comm.rank not in mean.left_out
@@ -464,11 +424,6 @@ class Algorithm:
         if self.when.synchronous(self.t):
             return "synchronous warm-up steps need the gradients before you clip them"
         return None
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a module by name, each once, those that its ``state_dict`` leaves out included."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _normalised(weights: Sequence[float] | None, world_size: int) -> list[float]:

@@ -50,7 +50,7 @@ def keep_consensus(
             replaced.method(callback, "on_save_checkpoint", _written_in(consensus, callback.on_save_checkpoint))
         else:
             continue
-        algorithm.beside.append(callback._average_model)
+        algorithm.replica.beside.append(callback._average_model)
 
 
 def _written_in(consensus: Callable[[], AbstractContextManager[None]], write: Callable[..., Any]) -> Callable[..., Any]:

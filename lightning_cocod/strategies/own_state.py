@@ -31,7 +31,7 @@ def take(
     """
     return {
         "lightning": {name: value for name, value in checkpoint.items() if name != "state_dict"},
-        "replica": algorithm.replica(),
+        "replica": algorithm.replica.values(),
         "algorithm": algorithm.state_dict() if algorithm.started else None,
         "gradients": _gradients(trainer),
         "metrics": dict(trainer.callback_metrics),
@@ -61,7 +61,7 @@ class OwnState:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Trainer.__init__
             if isinstance(callback, GradientAccumulationScheduler):  # which acts where an epoch starts, and this one has
                 trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
-        algorithm.load_replica(self._part["replica"])
+        algorithm.replica.load(self._part["replica"])
         if self._part["algorithm"] is not None:
             algorithm.load_state_dict(self._part["algorithm"])
         parameters = dict(trainer.lightning_module.named_parameters())
