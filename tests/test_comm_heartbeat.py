@@ -206,6 +206,28 @@ def test_a_rank_that_beats_is_not_lost_however_long_it_takes(store, clock):
         assert a.loss == []
 
 
+def test_meeting_takes_until_every_peer_has_said_who_it_is(store):
+    a = Rank(store, 0, 3)
+    meeting = threading.Thread(target=a.heartbeat.meet)
+    meeting.start()
+    b = Rank(store, 1, 3)
+    assert a.beats(3) and meeting.is_alive()
+    c = Rank(store, 2, 3)
+    meeting.join(LIMIT)
+    assert not meeting.is_alive() and set(a.heartbeat._processes) == {1, 2}
+    for rank in (a, b, c):
+        rank.heartbeat.close(LIMIT)
+
+
+def test_meeting_ends_when_a_peer_is_lost_before_all_are_here(store):
+    a, b = Rank(store, 0, 3), Rank(store, 1, 3)
+    b.heartbeat.failed("ValueError: boom")
+    a.heartbeat.meet()
+    assert a.loss == ["rank 1 failed: ValueError: boom"]
+    for rank in (a, b):
+        rank.heartbeat.close(LIMIT)
+
+
 def test_a_rank_that_has_not_appeared_is_not_judged_and_one_that_has_is(store, clock):
     a = Rank(store, 0, 2, timeout=10 * TICK, receive=clock.tick)
     try:

@@ -132,6 +132,8 @@ class Communicator:
                 receive=self._receive,
                 lost=self._lost,
             )
+            self._heartbeat.meet()
+            self.check()
             patience = timedelta(seconds=self.process_group_timeout)
             with self._connections.being_made():
                 self._groups = [_new_group("gloo", patience)]

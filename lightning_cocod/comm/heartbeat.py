@@ -71,7 +71,7 @@ class Heartbeat:
         self._count = 0
         self._note: Note = {}
         self._answered = time.monotonic()
-        self._wake, self._stop = threading.Event(), threading.Event()
+        self._wake, self._stop, self._met = threading.Event(), threading.Event(), threading.Event()
         self._told = threading.Lock()
         self._note = compose()
         self._publish()
@@ -81,6 +81,10 @@ class Heartbeat:
         ]
         for thread in self._threads:
             thread.start()
+
+    def meet(self) -> None:
+        """Wait until every peer has said who it is, or one is lost. A peer is ended only if it is known."""
+        self._met.wait()
 
     def suspect(self) -> None:
         """A connection has broken, so somebody is gone: from now on a few missed beats tell who."""
@@ -167,7 +171,9 @@ class Heartbeat:
                 elif now - seen[rank][1] > self.timeout:
                     ended = self._end(rank)
                     return self._tell(PeerLost(f"rank {rank} is lost: no heartbeat for {self.timeout:g} s{ended}"))
-            hurry = self._receive({rank: beat["note"] for rank, beat in beats.items()})
+            if not self._absent:
+                self._met.set()
+            hurry = self._receive({rank: beat["note"] for rank, beat in beats.items()}) or bool(self._absent)
             self._wake.wait(self.interval / 10 if hurry else self.interval)
             self._wake.clear()
 
@@ -211,6 +217,7 @@ class Heartbeat:
     def _tell(self, reason: PeerLost) -> None:
         if self._told.acquire(blocking=False) and not self._stop.is_set():
             self._lost(reason)
+        self._met.set()
 
 
 _STORE_LOST = "rank 0, or the launcher that hosts the store, is lost: the store does not answer"
