@@ -1,24 +1,26 @@
-"""Warm worker processes: started once, used for many calls, thrown away as soon as one is not clean.
+"""Warm worker processes: forked from one process that has imported everything, used for many calls, thrown away as soon as
+one is not clean.
 
-A worker is a fresh interpreter (nothing is forked), the leader of its own process group, so that killing it takes
-its children with it. It shares with this process a channel and an unnamed file into which it writes its stacks.
+The process they are forked from has never run anything but imports. A worker is the leader of its own process group, so
+that killing it takes its children with it. It shares with this process a channel and an unnamed file into which it writes
+its stacks.
 """
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from multiprocessing import Pipe
-from pathlib import Path
+from multiprocessing.reduction import DupFd
+from unittest import mock
 
 import psutil
 
-SCRIPT = Path(__file__).with_name("worker.py")
+from support import worker as script
+
 START_LIMIT = 120.0
 """Seconds a worker may take to import what it needs, and to connect. Not part of a call's time limit."""
 FREE_LIMIT = 5.0
@@ -26,25 +28,35 @@ FREE_LIMIT = 5.0
 STACK_LIMIT = 2.0
 """Seconds a hung worker may take to write its stacks."""
 
-WORKER_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+WORKER_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["pytest", "lightning.pytorch", "lightning_cocod"])
 
 
 class WorkerDied(Exception):
     """The worker process ended without a word."""
 
 
+class Forked(_processes.Process):
+    def __init__(self, stacks, channel):
+        super().__init__(name="worker")
+        self.stacks, self.channel = stacks, channel
+
+    def __getstate__(self):  # called while it starts, which is when a file can be handed on
+        return {**self.__dict__, "stacks": DupFd(self.stacks)}
+
+    def run(self):
+        script.main(self.channel, self.stacks.detach())
+
+
 class Worker:
     def __init__(self):
-        self.channel, theirs = Pipe()
+        self.channel, theirs = _processes.Pipe()
         self.stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the worker)
-        fds = theirs.fileno(), self.stacks.fileno()
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *map(str, fds)],
-            pass_fds=fds,
-            env={**os.environ, **WORKER_ENV},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with mock.patch.dict(os.environ, WORKER_ENV):
+            self.process = Forked(self.stacks.fileno(), theirs)
+            self.process.start()
         theirs.close()
         self.ready = False
         self.clean = True
@@ -55,7 +67,7 @@ class Worker:
 
     @property
     def alive(self):
-        return self.process.poll() is None
+        return self.process.is_alive()
 
     def send(self, job):
         self.clean = False  # until it says that it is free again
@@ -74,8 +86,7 @@ class Worker:
             if self.channel.poll():
                 return pickle.loads(self.channel.recv_bytes())
         except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STACK_LIMIT)  # it is on its way out; its own exit code is worth waiting for
+            self.process.join(STACK_LIMIT)  # it is on its way out; its own exit code is worth waiting for
             ended = True
         if ended:
             raise WorkerDied
@@ -98,13 +109,14 @@ class Worker:
     def kill(self):
         """End the worker and its children; returns its exit code. A second time does nothing."""
         if self.channel.closed:
-            return self.process.returncode
-        with contextlib.suppress(ProcessLookupError):
+            return self.process.exitcode
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or is gone
             os.killpg(self.pid, signal.SIGKILL)
-        code = self.process.wait()
+        self.process.kill()
+        self.process.join()
         self.channel.close()
         self.stacks.close()
-        return code
+        return self.process.exitcode
 
 
 _free: list[Worker] = []
@@ -160,6 +172,10 @@ def running():
     pids = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if str(SCRIPT) in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+            if is_server(child.parent()) and child.status() != psutil.STATUS_ZOMBIE:
                 pids.append(child.pid)
     return pids
+
+
+def is_server(process):
+    return process is not None and any("multiprocessing.forkserver" in word for word in process.cmdline())

@@ -27,16 +27,15 @@ import threading
 import time
 import traceback
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 
 LEFTOVER_PATIENCE = 3.0
 """Seconds that threads and child processes which are just ending get to end."""
 
 
-def main(channel_fd, stacks_fd):
+def main(channel, stacks_fd):
+    os.setsid()
     faulthandler.enable(stacks_fd)
-    channel = Connection(channel_fd)
-    threading.Thread(target=die_with_parent, args=(channel_fd,), daemon=True, name="lifeline").start()
+    threading.Thread(target=die_with_parent, args=(channel.fileno(),), daemon=True, name="lifeline").start()
     warm_up()
     send(channel, "ready")
     store = None
@@ -186,7 +185,3 @@ def left_groups():
 
 def send(channel, *message):
     channel.send_bytes(pickle.dumps(message))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
