@@ -99,11 +99,19 @@ def test_rank_0_that_is_stopped_is_ended_by_its_peer_although_it_hosts_the_store
     assert_lost(survivor, 0, ", or the launcher that hosts the store, is lost: ")
 
 
-def test_rank_0_that_is_killed_while_it_prepares_the_data_ends_its_peer_in_lightnings_own_barrier():
-    """On a group of Lightning's own: the peer's last words are torch's, and the group is left to the end of the process."""
-    victim, survivor = ends(fit, "cocod", ("is killed", "before the first collective", 0))
+def preparing(rank, world, folder):
+    with (folder / str(rank)).open("w") as said:
+        os.dup2(said.fileno(), 2)
+    fit(rank, world, "cocod", ("is killed", "before the first collective", 0))
+
+
+def test_rank_0_that_is_killed_while_it_prepares_the_data_is_named_before_lightnings_barrier_fails(tmp_path):
+    """That is on a group of Lightning's own: torch's words follow, and the group is left to the end of the process."""
+    victim, survivor = ends(preparing, tmp_path)
     assert victim[0] == KILLED
     assert survivor[0] == FAILED
+    assert "[rank 1] rank 0" in (tmp_path / "1").read_text()
+    assert "gloo" in survivor[1]
 
 
 def ending(rank, world, fault):

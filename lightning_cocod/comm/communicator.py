@@ -40,6 +40,7 @@ from lightning_cocod.comm.waiting import abandon, finish
 from lightning_cocod.comm.watchdog import Watchdog
 
 _VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
+_TOGETHER = 0.2  # seconds within which all connections to a peer break that is gone
 
 
 def seconds(name: str, value: object) -> float:
@@ -280,6 +281,21 @@ class Communicator:
                 raise
             self._watchdog.noticed()
             raise self._explain(TransportError(first_line(error)), what) from error
+
+    def loss_behind(self, error: BaseException) -> CommunicationError | None:
+        """The loss of a peer behind the error of a collective that is neither ours nor ``named``, if there was one.
+
+        A peer that is gone takes its connections to us along, if not in the same moment.
+        """
+        if self._thread is None or not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+            return None
+        deadline = time.monotonic() + _TOGETHER
+        while not self._loss.is_set() and not self._connections.are_broken():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_TOGETHER / 20)
+        self._watchdog.noticed()
+        return self._explain(TransportError(first_line(error)), "a collective")
 
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of these tensors; made once for equal shapes."""

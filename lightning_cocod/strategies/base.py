@@ -258,8 +258,9 @@ class AlgorithmStrategy(DDPStrategy):
             if isinstance(self._launcher, _SubprocessScriptLauncher):
                 self._launcher.procs.clear()  # its observer kills this process when a child ends with another code than 0
         elif self._communicator is not None and self.world_size > 1:
-            show(exception, self.global_rank)
-            self._communicator.abort(exception)
+            cause = self._communicator.loss_behind(exception) or exception
+            show(exception, cause, self.global_rank)
+            self._communicator.abort(cause)
             self._alone = True
 
     # Steps

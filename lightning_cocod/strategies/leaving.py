@@ -39,9 +39,11 @@ def shorten(error: BaseException) -> None:
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
 
 
-def show(error: BaseException, rank: int) -> None:
+def show(error: BaseException, cause: BaseException, rank: int) -> None:
     """The original traceback comes first: now, before peers that are told of it show theirs."""
-    if isinstance(error, Exception) and not isinstance(error, CommunicationError):
+    if cause is not error:
+        _log.error("[rank %d] %s", rank, cause)
+    elif isinstance(error, Exception) and not isinstance(error, CommunicationError):
         _log.error("[rank %d] %s", rank, "".join(traceback.format_exception(error)))
 
 
