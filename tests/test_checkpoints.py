@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.ranks import run_ranks, run_ranks_raw
 from support.resuming import Adam, Saver, fit, resume, same, shuffled
@@ -162,7 +164,12 @@ def plain(rank, world, folder):
             trainer.save_checkpoint(folder / "test.ckpt")
 
     weights = ModelCheckpoint(folder / "weights", every_n_train_steps=3, save_weights_only=True)
-    by_hand = At(4, lambda trainer: trainer.save_checkpoint(folder / "by_hand.ckpt", weights_only=True))
+
+    def twice(trainer):
+        for weights_only in (False, True):
+            trainer.save_checkpoint(folder / "by_hand.ckpt", weights_only=weights_only)
+
+    by_hand = At(4, twice)
     options = {"max_epochs": 1, "enable_checkpointing": True, "callbacks": [weights, by_hand, InTest()]}
     run, model = trainer("cocod", world, **options), Toy()
     run.fit(model, loader())
@@ -212,6 +219,7 @@ def die_half_way(content, file):
     die()
 
 
+LATER = "rank 0 before the file, which is written later"
 CRASHES = {
     "rank 1 in its part": (1, lambda: setattr(checkpoint_io.torch, "save", die_half_way)),
     "rank 0 before the file": (0, lambda: setattr(checkpoint_io.WholeFileIO, "save_checkpoint", die)),
@@ -219,6 +227,7 @@ CRASHES = {
         0,
         lambda: setattr(checkpoint_io.WholeFileIO, "save_checkpoint", lambda _, content, path, **__: half(path)),
     ),
+    LATER: (0, lambda: setattr(checkpoint_io.WholeFileIO, "save_checkpoint", never)),
 }
 
 
@@ -227,9 +236,26 @@ def half(path):
     checkpoint_io.write_whole({}, str(path))
 
 
+def never(*_, **__):
+    threading.Event().wait()
+
+
+class Written(AsyncCheckpointIO):
+    """Another thread writes; the first checkpoint is waited for."""
+
+    def save_checkpoint(self, *args, **options):
+        super().save_checkpoint(*args, **options)
+        if checkpoint_io.WholeFileIO.save_checkpoint is not never:
+            self._executor.submit(lambda: None).result()
+
+
 def crashes(rank, world, folder, where):
     who, how = CRASHES[where]
-    fit(rank, world, "cocod", callbacks=[Twice(folder, how if rank == who else lambda: None)])
+    callbacks, plugins = [Twice(folder, how if rank == who else lambda: None)], []
+    if where == LATER:
+        plugins.append(Written())
+        callbacks += [At(6, die)] * (rank == who)
+    fit(rank, world, "cocod", callbacks=callbacks, plugins=plugins)
 
 
 def after_the_crash(rank, world, folder):

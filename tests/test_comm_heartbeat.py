@@ -211,10 +211,12 @@ def test_meeting_takes_until_every_peer_has_said_who_it_is(store):
     meeting = threading.Thread(target=a.heartbeat.meet)
     meeting.start()
     b = Rank(store, 1, 3)
-    assert a.beats(3) and meeting.is_alive()
+    assert a.beats(3)
+    assert meeting.is_alive()
     c = Rank(store, 2, 3)
     meeting.join(LIMIT)
-    assert not meeting.is_alive() and set(a.heartbeat._processes) == {1, 2}
+    assert not meeting.is_alive()
+    assert set(a.heartbeat._processes) == {1, 2}
     for rank in (a, b, c):
         rank.heartbeat.close(LIMIT)
 

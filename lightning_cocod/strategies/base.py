@@ -14,6 +14,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -173,6 +174,12 @@ class AlgorithmStrategy(DDPStrategy):
             connect_timeout=self._connect_timeout,
         )
         self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
+        self._checkpoints = Checkpoints(
+            self._communicator,
+            self.registered_name,
+            tidies=self.local_rank == 0,
+            late=isinstance(self.checkpoint_io, AsyncCheckpointIO),
+        )
         self._ending, self._alone = None, False
         assert self.lightning_module is not None
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
@@ -403,11 +410,13 @@ class AlgorithmStrategy(DDPStrategy):
         weights_only = "optimizer_states" not in checkpoint
         if self._algorithm is None or self._algorithm.comm.failed or weights_only:
             write(checkpoint)
+            if self.local_rank == 0:
+                parts.remove(filepath)  # of a checkpoint that had this name
             return
         assert self.lightning_module is not None
         randomness = self._training_random or random_state(self.root_device)
         part = own_state.take(self.lightning_module.trainer, self._algorithm, checkpoint, randomness)
-        self._checkpoints().save(checkpoint, part, filepath, write)
+        self._checkpoints.save(checkpoint, part, filepath, write)
 
     @override
     def load_checkpoint(  # type: ignore[override]  # Lightning 2.5 neither gives nor knows weights_only
@@ -417,7 +426,7 @@ class AlgorithmStrategy(DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._resumed = self._checkpoints().load(checkpoint, checkpoint_path, weights_only)
+            self._resumed = self._checkpoints.load(checkpoint, checkpoint_path, weights_only)
             if self._resumed is not None:
                 self._resumed.merge_into(checkpoint)
         return checkpoint
@@ -436,10 +445,6 @@ class AlgorithmStrategy(DDPStrategy):
             return dataloader
         resumed = self._resumed if trainer.training else None  # validation begins at the beginning, and draws nothing before
         return continuing(dataloader, self.root_device, None if resumed is None else resumed.next_position())
-
-    def _checkpoints(self) -> Checkpoints:
-        assert self._communicator is not None
-        return Checkpoints(self._communicator, self.registered_name, tidies=self.local_rank == 0)
 
     # Names
 

@@ -29,10 +29,12 @@ class Checkpoints:
         communicator: of the ranks.
         algorithm: registered name; a part is good for the same algorithm only.
         tidies: whether this rank removes what is no longer needed: one on each machine, which may have a disk of its own.
+        late: whether a checkpoint may be written after ``save``: the parts of the one before stay until the next saving.
     """
 
-    def __init__(self, communicator: Communicator, algorithm: str, *, tidies: bool) -> None:
-        self._comm, self._algorithm, self._tidies = communicator, algorithm, tidies
+    def __init__(self, communicator: Communicator, algorithm: str, *, tidies: bool, late: bool) -> None:
+        self._comm, self._algorithm, self._tidies, self._late = communicator, algorithm, tidies, late
+        self._before: dict[str, str] = {}  # path to key
 
     def save(
         self, checkpoint: dict[str, Any], part: dict[str, Any], path: str | Path, write: Callable[[dict[str, Any]], None]
@@ -59,7 +61,9 @@ class Checkpoints:
                 parts.remove_one(path, key)
             raise
         if self._tidies:
-            parts.remove(path, but=key)
+            parts.remove(path, but={key, self._before.get(str(path), key)})
+        if self._late:
+            self._before[str(path)] = key
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, weights_only: bool | None) -> OwnState | None:
         """This rank's part. None, with a notice, where every rank has to go on from the consensus model."""

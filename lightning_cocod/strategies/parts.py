@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,9 @@ def read(path: str | Path, key: str, rank: int, weights_only: bool | None = None
     return part
 
 
-def remove(path: str | Path, *, but: str | None = None) -> None:
-    """Remove the parts of all savings to this path, but for one key. Several ranks may do it at a time."""
-    _remove(path, lambda key: key.startswith(_prefix(path)) and key != but)
+def remove(path: str | Path, *, but: Collection[str] = ()) -> None:
+    """Remove the parts of all savings to this path, but for these keys. Several ranks may do it at a time."""
+    _remove(path, lambda key: key.startswith(_prefix(path)) and key not in but)
 
 
 def remove_one(path: str | Path, key: str) -> None:
