@@ -10,9 +10,15 @@ import sys
 import textwrap
 import time
 
+import lightning as L
 import pytest
+import torch
 from support.faults import gone, not_in_shared_memory
+from support.ranks import run_ranks
+from support.toys import Toy, flat, loader, trainer
 from test_launch import finish, start
+
+from lightning_cocod import CoCoDStrategy
 
 SCRIPT = """
     import os, sys
@@ -74,7 +80,8 @@ def test_the_original_traceback_comes_first_and_the_peer_names_the_rank(launcher
     output, code = end(launch(launcher, "raises"))
     assert code != 0
     original = output.index('raise ValueError("my own bug")')
-    assert original < re.search(r"PeerLost: rank 1 failed: ValueError: my own bug|\Z", output).start()
+    told = output.find("PeerLost: rank 1 failed: ValueError: my own bug")
+    assert original < told or (told == -1 and launcher != "popen")  # the others may end the peer before it can say so
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,9 @@ RESTARTS = """
     sys.path.insert(0, {tests!r})
     from pathlib import Path
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-    from support.toys import Toy, loader, trainer
+    import lightning as L
+    import torch
+    from support.toys import Toy, flat, loader, trainer
     from lightning_cocod import CoCoDStrategy
 
     class Fails(Callback):
@@ -153,19 +162,31 @@ RESTARTS = """
         save = ModelCheckpoint(".", every_n_train_steps=4, save_last=True)
         options = dict(max_epochs=3, callbacks=[Fails(), save], enable_checkpointing=True)
         t = trainer(CoCoDStrategy(timeout=4, period=2), 2, **options)
-        t.fit(Toy(), loader(), ckpt_path="last")
+        L.seed_everything(2, verbose=False)
+        model = Toy()
+        t.fit(model, loader(), ckpt_path="last")
         assert t.global_step == 18
+        torch.save(flat(model), f"end{{t.global_rank}}.pt")
 """
 
 
+def undisturbed(rank, world):
+    L.seed_everything(2, verbose=False)
+    model = Toy()
+    trainer(CoCoDStrategy(period=2), world, max_epochs=3).fit(model, loader())
+    return flat(model)
+
+
 def test_torchrun_restarts_the_job_which_goes_on_from_the_last_checkpoint(tmp_path):
-    """Rank 1 is killed in the first attempt and stopped in the second; the third completes."""
+    """Rank 1 is killed in the first attempt and stopped in the second; the third ends as if nothing had been."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(RESTARTS.format(tests=os.path.dirname(__file__))))
     output, code = end(start([*TORCHRUN, "--max-restarts", "2", path], tmp_path))
     assert code == 0, output
     assert (tmp_path / "failed at 9").exists()
     assert (tmp_path / "failed at 14").exists()
+    ends = run_ranks(undisturbed, 2, init=False)
     for rank in range(2):
         begun = [(tmp_path / f"rank {rank}, attempt {attempt}").read_text() for attempt in range(3)]
         assert begun == ["0", "8", "12"]
+        assert torch.equal(torch.load(tmp_path / f"end{rank}.pt"), ends[rank])

@@ -73,9 +73,9 @@ def in_order(rank, world):
     return DataLoader(dataset(), batch_size=8, sampler=sampler)
 
 
-def unshuffled(rank, world, strategy, options, norm=True):
+def unshuffled(rank, world, strategy, options, norm=True, module=None):
     L.seed_everything(5, verbose=False)
-    model, seen = Toy(dropout=0.0, norm=norm), Trajectory()
+    model, seen = Toy(dropout=0.0, norm=norm) if module is None else module(), Trajectory()
     own = in_order(rank, world)  # the sampler that Lightning would put in shuffles
     trainer(strategy, world, callbacks=[seen], use_distributed_sampler=False, **options).fit(model, own)
     return {"path": torch.stack(seen.path), "end": flat(model), "steps": seen.steps}
@@ -93,12 +93,45 @@ CASES = {
 }
 
 
+LOOPS = {"cocod": (CoCoD, CoCoDStrategy), "local_sgd": (LocalSGD, LocalSGDStrategy)}
+
+
+def test_every_strategy_has_a_plain_loop_to_be_compared_with():
+    assert LOOPS.keys() == set(STRATEGIES)
+
+
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("algorithm", "strategy"), [(CoCoD, CoCoDStrategy), (LocalSGD, LocalSGDStrategy)])
+@pytest.mark.parametrize(("algorithm", "strategy"), LOOPS.values(), ids=LOOPS)
 def test_trainer_equals_the_plain_loop(name, algorithm, strategy):
     options, loop = CASES[name]
     with_trainer = run_ranks(unshuffled, 2, strategy(period=3), options, init=False)
     by_hand = run_ranks(plain, 2, algorithm, loop)
+    for rank in range(2):
+        assert torch.equal(with_trainer[rank]["path"], by_hand[rank]["path"])
+        assert torch.equal(with_trainer[rank]["end"], by_hand[rank]["end"])
+
+
+def two_optimizers(rank, world, algorithm):
+    L.seed_everything(5, verbose=False)
+    model, path = TwoOptimizers(), []
+    optimizers = model.configure_optimizers()
+    with algorithm(model, optimizers, period=3) as running:
+        for _ in range(2):
+            for i, batch in enumerate(in_order(rank, world)):
+                for optimizer in optimizers if i % 2 else optimizers[:1]:
+                    optimizer.zero_grad()
+                    model.loss(batch).backward()
+                    running.before_step(optimizer)
+                    running.step(optimizer.step)
+                running.after_step()
+                path.append(parameters(model))
+    return {"path": torch.stack(path), "end": flat(model)}
+
+
+@pytest.mark.parametrize(("algorithm", "strategy"), LOOPS.values(), ids=LOOPS)
+def test_manual_optimization_equals_the_plain_loop(algorithm, strategy):
+    with_trainer = run_ranks(unshuffled, 2, strategy(period=3), {}, True, TwoOptimizers, init=False)
+    by_hand = run_ranks(two_optimizers, 2, algorithm)
     for rank in range(2):
         assert torch.equal(with_trainer[rank]["path"], by_hand[rank]["path"])
         assert torch.equal(with_trainer[rank]["end"], by_hand[rank]["end"])
