@@ -5,8 +5,8 @@
     PYTHONPATH=. python recipes/gpu_check.py --device cpu       # what means something without a GPU
 
 Two ranks share the GPU over Gloo (NCCL, if there are two GPUs), one rank runs over NCCL. Each check is a group of processes
-with a hard limit, so that one that fails, hangs or crashes leaves the others alone. Prints a line as each is done and a table,
-and exits with 0 only if none failed. What cannot be checked here is "skipped", with the reason, never "ok".
+with a hard limit, so that one that fails, hangs or crashes leaves the others alone. Prints a line as each is done, then a
+table, and exits with 0 only if none failed. What cannot be checked here is "skipped", with the reason, never "ok".
 
 Needs torch, torchvision and lightning (``pip install lightning torchvision``), nothing else, no network. Without Lightning
 only the plain loops are checked.
@@ -139,6 +139,10 @@ class Group:
 def run(name: str, device: str, until: float) -> tuple[Result, str]:
     """One check; and what its ranks printed, if it failed."""
     check, begun = CHECKS[name.partition(":")[0]], time.monotonic()
+    if check.cuda and device != "cuda":
+        return Result(name, "skipped", "means something on a GPU only", 0.0), ""
+    if check.lightning and NO_LIGHTNING:
+        return Result(name, "skipped", NO_LIGHTNING, 0.0), ""
     left = until - begun
     if left < 10:
         return Result(name, "FAILED", "not begun: the time for all checks is up (--limit)", 0.0), ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import torch
@@ -57,6 +58,7 @@ def _peak(rank: Rank, algorithm: type[Algorithm], layers: int) -> float:
     for p in model:
         p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    gc.collect()  # what an earlier run has left must not go while this one is measured
     rank.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu_checks.library import ALGORITHMS, ROOT, Algorithm, options, takes
-from gpu_checks.rank import Rank, Skipped, check
+from gpu_checks.library import ALGORITHMS, Algorithm, options, takes
+from gpu_checks.rank import Rank, check
 from gpu_checks.training import PERIOD, flat, image_net, images, train
 from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, communicator
 
 
-@check(ranks=1)
+@check(ranks=1, lightning=True)
 def imports(rank: Rank) -> None:
     """Importing the library imports no more than Lightning does, and nothing of what only its commands need."""
     code = (
@@ -31,10 +31,7 @@ def imports(rank: Rank) -> None:
         "print(*sorted({m.split('.')[0] for m in sys.modules} - before - {'lightning_cocod'})); "
         "print(*[m for m in ('hydra', 'omegaconf', 'wandb', 'sklearn', 'pandas', 'psutil') if m in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    if "No module named 'lightning'" in run.stderr:
-        raise Skipped("Lightning is not importable")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     rank.expect(run.returncode == 0, f"the library can be imported ({run.stderr.strip().splitlines()[-1:]})")
     more, unwanted = ([*run.stdout.splitlines(), "", ""])[:2]
     rank.expect(not more, f"it imports nothing more than Lightning does ({more})")
@@ -89,8 +86,9 @@ def _synchronisations(rank: Rank, algorithm: type[Algorithm]) -> tuple[list[str]
 
     def record(message: Any, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
-            ours = [f for f in traceback.extract_stack() if "lightning_cocod" in f.filename or f.filename == __file__][-1]
-            seen.append((threading.current_thread().name, f"{os.path.basename(ours.filename)}:{ours.lineno}"))
+            stack = traceback.extract_stack()[:-1]
+            ours = [f for f in stack if "lightning_cocod" in f.filename or f.filename == __file__] or stack
+            seen.append((threading.current_thread().name, f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno}"))
 
     def in_training() -> list[str]:
         return [place for thread, place in seen if thread == "MainThread"]
@@ -178,7 +176,7 @@ def float64(rank: Rank) -> None:
                 on_cpu, cpu_end = _doubles(rank, torch.device("cpu"), algorithm)
                 off = max(float((path - on_cpu).abs().max()), float((end - cpu_end).abs().max()))
                 worst = max(worst, off)
-                rank.expect(off < 1e-12, f"{name}: as on the CPU (off by {off:.1e})")
+                rank.expect(off < 1e-11, f"{name}: as on the CPU (off by {off:.1e})")
     rank.figures["GPU - CPU, float64" if rank.cuda else "CPU - CPU, float64"] = f"{worst:.0e}"
 
     path, _ = _doubles(rank, rank.device, ALGORITHMS["local_sgd"], period=1)
@@ -195,7 +193,7 @@ def float64(rank: Rank) -> None:
                 mean = torch.stack([p.data for p in same]).mean(0)
                 torch._foreach_copy_([p.data for p in same], [mean] * len(same))
         by_hand = torch.cat([p.detach().reshape(-1) for p in both[0][0].parameters()])
-        rank.expect(torch.allclose(ours, by_hand, rtol=0, atol=1e-12), f"period=1 is the mean, at step {step}")
+        rank.expect(torch.allclose(ours, by_hand, rtol=0, atol=1e-11), f"period=1 is the mean, at step {step}")
 
 
 @check()

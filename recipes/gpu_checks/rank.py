@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu_checks.library import NO_LIGHTNING
-
 
 class Skipped(Exception):
     """The check cannot be made here."""
@@ -128,10 +126,6 @@ def main(name: str, device_type: str) -> None:
         backend = "gloo"
     here = Rank(device, number, check.ranks, backend, Path(os.environ["GPU_CHECK_FOLDER"]))
     try:
-        if check.lightning and NO_LIGHTNING:
-            raise Skipped(NO_LIGHTNING)
-        if check.cuda and not here.cuda:
-            raise Skipped("means something on a GPU only")
         if not check.lightning:
             dist.init_process_group(backend)
         check.run(here, *([algorithm] if check.each else []))
