@@ -63,7 +63,8 @@ class Group:
         command = [sys.executable, __file__, "--rank-of", name, "--device", device]
         self.processes = []
         for number, port in ((n, port) for port in [_free_port()] for n in range(check.ranks)):
-            environment = {**os.environ, **_as_torchrun_sets(number, check.ranks, port), "GPU_CHECK_FOLDER": str(folder)}
+            ours = {"GPU_CHECK_FOLDER": str(folder), "GPU_CHECK_PARENT": str(os.getpid())}
+            environment = {**os.environ, **_as_torchrun_sets(number, check.ranks, port), **ours}
             with (folder / f"rank-{number}.log").open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -178,7 +179,7 @@ def run_all(names: list[str], device: str, jobs: int, until: float) -> list[Resu
         for name in names:
             if CHECKS[name.partition(":")[0]].alone is alone:
                 waiting.put(name)
-        threads = [threading.Thread(target=work, args=(waiting,)) for _ in range(1 if alone else jobs)]
+        threads = [threading.Thread(target=work, args=(waiting,), daemon=True) for _ in range(1 if alone else jobs)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,6 +115,7 @@ class Rank:
 
 def main(name: str, device_type: str) -> None:
     """The whole life of a rank's process; its report is a file in the check's folder."""
+    threading.Thread(target=_die_with, args=(int(os.environ["GPU_CHECK_PARENT"]),), daemon=True).start()
     name, _, algorithm = name.partition(":")
     check, number = CHECKS[name], int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -141,3 +145,9 @@ def main(name: str, device_type: str) -> None:
         dist.barrier()  # rank 0 keeps the store
         dist.destroy_process_group()
     sys.exit(bool(here.failed))
+
+
+def _die_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)  # the rank is the leader of a group of its own
