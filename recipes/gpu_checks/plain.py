@@ -23,7 +23,7 @@ from gpu_checks.training import PERIOD, flat, image_net, images, train
 from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, communicator
 
 
-@check(ranks=1, lightning=True)
+@check(ranks=1, lightning=True, limit=120.0)
 def imports(rank: Rank) -> None:
     """Importing the library imports no more than Lightning does, and nothing of what only its commands need."""
     code = (
@@ -31,7 +31,7 @@ def imports(rank: Rank) -> None:
         "print(*sorted({m.split('.')[0] for m in sys.modules} - before - {'lightning_cocod'})); "
         "print(*[m for m in ('hydra', 'omegaconf', 'wandb', 'sklearn', 'pandas', 'psutil') if m in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     rank.expect(run.returncode == 0, f"the library can be imported ({run.stderr.strip().splitlines()[-1:]})")
     more, unwanted = ([*run.stdout.splitlines(), "", ""])[:2]
     rank.expect(not more, f"it imports nothing more than Lightning does ({more})")
