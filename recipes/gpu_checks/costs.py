@@ -1,0 +1,126 @@
+"""What it costs: how much communication is hidden, memory, time a step. Figures first; few of them decide a verdict."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpu_checks.library import ALGORITHMS, Algorithm, options, takes
+from gpu_checks.rank import Rank, check
+from gpu_checks.training import train
+
+COPIES = {"cocod": (0.9, 1.1), "local_sgd": (0.0, 0.1)}
+"""Device memory beyond model, gradients and optimizer, in units of the parameters: what the algorithms promise."""
+
+
+@check(alone=True)
+def overlap(rank: Rank) -> None:
+    """From events: how long the link was busy, and how much of that training waited for."""
+    for name, algorithm in ALGORITHMS.items():
+        with rank.attempt(name):
+            train(rank, algorithm, steps=4, size=256)
+            run = train(rank, algorithm, steps=64, size=256, period=16)
+            _tell(rank, name, run.metrics, run.seconds)
+            if takes(algorithm, "overlap"):
+                blocking = train(rank, algorithm, steps=64, size=256, period=16, overlap=False)
+                _tell(rank, f"{name} blocking", blocking.metrics, blocking.seconds)
+                hidden = run.metrics["comm/hidden_fraction"]
+                rank.expect(not rank.cuda or hidden > 0.1, f"{name}: something is hidden ({hidden:.2f})")
+
+
+def _tell(rank: Rank, name: str, metrics: dict[str, float], seconds: float) -> None:
+    busy, exposed, skew = (metrics[f"comm/{part}_ms"] for part in ("busy", "exposed", "skew"))
+    hidden = metrics.get("comm/hidden_fraction", 0.0)
+    rank.figures[name] = (
+        f"exposed/busy {exposed:.2f}/{busy:.2f} ms a step, hidden {hidden:.0%}, skew {skew:.2f} ms, "
+        f"step {1e3 * seconds / 64:.2f} ms"
+    )
+
+
+@check(alone=True, cuda=True)
+def memory(rank: Rank) -> None:
+    """The allocator's peak beyond a model whose gradients are there already, in units of its parameters."""
+    for name, algorithm in ALGORITHMS.items():
+        with rank.attempt(name):
+            _peak(rank, algorithm, layers=1)  # libraries load
+            peak = _peak(rank, algorithm, layers=40)
+            rank.figures[name] = f"{peak:.3f} P"
+            least, most = COPIES.get(name, (0.0, float("inf")))
+            rank.expect(least <= peak <= most, f"{name}: {peak:.3f} P is between {least} and {most}")
+
+
+def _peak(rank: Rank, algorithm: type[Algorithm], layers: int) -> float:
+    model = nn.ParameterList([torch.ones(1000, 1000, device=rank.device) for _ in range(layers)])
+    for p in model:
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    gc.collect()  # what an earlier run has left must not go while this one is measured
+    rank.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with algorithm(model, optimizer, **options(algorithm, {"period": 2})) as running:
+        for _ in range(5):
+            running.step()
+    rank.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / (4e6 * layers)
+
+
+@check(ranks=1, backend="nccl", alone=True)
+def overhead_alone(rank: Rank) -> None:
+    """What a step of one rank costs more than without an algorithm."""
+    _overhead(rank)
+
+
+@check(alone=True)
+def overhead(rank: Rank) -> None:
+    """What a step of two ranks costs more than without an algorithm, both training at the same time in either case."""
+    _overhead(rank)
+
+
+def _overhead(rank: Rank) -> None:
+    steps = 400 if rank.cuda else 100
+    _steps(rank, None, steps)
+    plain, _ = _steps(rank, None, steps)
+    rank.figures["plain"] = f"{plain:.0f} µs a step"
+    for name, algorithm in ALGORITHMS.items():
+        with rank.attempt(name):
+            _steps(rank, algorithm, steps)
+            step, verbs = _steps(rank, algorithm, steps)
+            rank.figures[name] = f"{step - plain:+.0f} µs, of which the host in the verbs {verbs:.0f} µs"
+
+
+def _steps(rank: Rank, algorithm: type[Algorithm] | None, count: int) -> tuple[float, float]:
+    """Microseconds a step, and of those the host's in the algorithm's verbs; rounds of eight steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]).to(rank.device)
+    x = torch.randn(64, 256, device=rank.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    running = None if algorithm is None else algorithm(net, optimizer, **options(algorithm, {"period": 8}))
+    if running is not None:
+        running.start()
+    dist.barrier()
+    rank.synchronize()
+    begun, verbs = time.perf_counter(), 0.0
+    for _ in range(count):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        if running is None:
+            optimizer.step()
+            continue
+        entered = time.perf_counter()
+        running.before_step()
+        verbs += time.perf_counter() - entered
+        running.step(optimizer.step)
+        entered = time.perf_counter()
+        running.after_step()
+        verbs += time.perf_counter() - entered
+    rank.synchronize()
+    seconds = time.perf_counter() - begun
+    if running is not None:
+        running.finish()
+        running.close()
+    return 1e6 * seconds / count, 1e6 * verbs / count

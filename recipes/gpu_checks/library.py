@@ -1,0 +1,51 @@
+"""The package of this checkout, or what of it runs where Lightning is missing."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+try:
+    import lightning.pytorch  # noqa: F401  # only whether it can be
+
+    NO_LIGHTNING = ""
+except ImportError as error:
+    NO_LIGHTNING = f"Lightning is not importable ({error})"
+    bare = ModuleType("lightning_cocod")  # its __init__ needs Lightning; the algorithms and what they stand on do not
+    bare.__path__ = [str(ROOT / "lightning_cocod")]
+    sys.modules["lightning_cocod"] = bare
+
+from lightning_cocod.algorithms import Algorithm  # noqa: E402  # once it is known which package there is
+
+SHARED = {"weights", "on_nonfinite", "communicator", "timeout", "process_group_timeout"}
+
+
+def _descendants(base: type[Algorithm]) -> list[type[Algorithm]]:
+    return [c for sub in base.__subclasses__() for c in (sub, *_descendants(sub))]
+
+
+ALGORITHMS = {c.name: c for c in _descendants(Algorithm) if hasattr(c, "name") and not inspect.isabstract(c)}
+"""Every algorithm of the package by its registered name."""
+
+
+def strategies() -> dict[str, Any]:
+    """Every strategy of the package by its registered name."""
+    from lightning_cocod.strategies import STRATEGIES
+
+    return {strategy.registered_name: strategy for strategy in STRATEGIES}
+
+
+def takes(kind: type, option: str) -> bool:
+    """Whether it has an option of its own of this name."""
+    return option in inspect.signature(kind).parameters
+
+
+def options(kind: type, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Those that it takes, so that a check speaks of a period to all algorithms, one without any included."""
+    return {name: value for name, value in wanted.items() if name in SHARED or takes(kind, name)}
