@@ -76,14 +76,15 @@ def keep() -> None:
     print(READY, end="", flush=True)
     sys.stdin.read()
     here = os.readlink("/proc/self/ns/net")
-    while others := [pid for pid in _inside(here) if pid != os.getpid()]:
+    while others := [pid for pid in inside(here) if pid != os.getpid()]:
         for pid in others:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _inside(namespace: str) -> list[int]:
+def inside(namespace: str) -> list[int]:
+    """The processes in a network namespace, named as in ``/proc/self/ns/net``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

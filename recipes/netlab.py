@@ -10,13 +10,16 @@ Every rank is a node of its own with one process, ``Trainer(strategy="cocod", nu
 sends and ``down`` what it receives; each has a queue of 100 ms, and 10 ms' worth of the rate pass at once. With
 ``--loopback`` all ranks are in one namespace and share one rate, for both directions and all ranks together.
 
-Latency is left out: a link delays by its rate and its queue only, because the kernels this runs on lack ``netem``.
-The ranks share one machine in everything but the network: CPUs, files and the table of processes. CoCoD therefore ends a
-rank that is cut off for longer than its ``timeout`` as a process of the same host, where over a real network it would end by
-itself. TCP retries at growing intervals, so traffic goes on up to as long after an outage as the outage has lasted.
+Latency is left out: a link delays by its rate and its queue only, as the kernels this runs on lack ``netem``. TCP retries at
+growing intervals, so after an outage traffic goes on up to as long again as the outage has lasted.
+
+The ranks share the machine in all but the network: CPUs, files, the table of processes. CoCoD ends a rank that is cut off
+for longer than its ``timeout`` as a silent process of its own host. Where that matters, give each rank a table of its own:
+``-- unshare --pid --fork --kill-child --mount-proc python train.py``.
 
 It needs Linux, the rights of root over the network (CAP_NET_ADMIN and CAP_SYS_ADMIN), iproute2 and util-linux. Whatever it
-creates is gone when it ends, however it ends. No rank reaches any host but the other ranks: W&B must be offline.
+creates is gone when it ends, however it ends. No rank reaches any host but the other ranks: torch warns that it cannot look
+up their names, and W&B must be offline.
 """
 
 from __future__ import annotations
