@@ -123,7 +123,7 @@ class Namespace:
         return done.stdout
 
     def shape(self, device: str, rate: float | None) -> None:
-        """Let the device send at no more than the rate; whatever waits in the queue goes on at the new rate."""
+        """Let the device send at no more than the rate (Mbit/s), from now on; None takes the limit off."""
         if rate is not None:
             burst = max(SMALLEST_BURST, int(rate * 1e6 / 8 * BURST))
             self.do(f"tc qdisc replace dev {device} root tbf rate {rate}mbit burst {burst}b latency {QUEUE * 1e3:g}ms")
@@ -177,6 +177,11 @@ class Ranks:
     def _build(self) -> None:
         raise NotImplementedError
 
+    def _made(self, index: int) -> Namespace:
+        if not self._namespaces:
+            raise RuntimeError("there is no network yet, or no more: use it inside `with ... as lab:`")
+        return self._namespaces[index]
+
     def _new(self) -> Namespace:
         made = Namespace()
         self._namespaces.append(made)
@@ -202,6 +207,9 @@ class Ranks:
 
         Returns:
             The ranks' own processes, in their order. Leaving the lab kills those that still run.
+
+        Raises:
+            RuntimeError: outside of the ``with`` block.
         """
         port = next(self._ports)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
@@ -248,7 +256,7 @@ class Lab(Ranks):
         """The namespace of a rank."""
         if rank not in range(self.ranks):
             raise ValueError(f"there is no rank {rank}: the lab has {self.ranks}, counted from 0")
-        return self._namespaces[1 + rank]  # the first is the switch's
+        return self._made(1 + rank)  # the first is the switch's
 
     def _build(self) -> None:
         self._switch = self._new()
@@ -302,7 +310,7 @@ class SharedLoopback(Ranks):
 
     def home(self, rank: int) -> Namespace:
         """The one namespace."""
-        return self._namespaces[0]
+        return self._made(0)
 
     def _build(self) -> None:
         self._new().do("ip link set lo mtu 1500")  # packets as on a link; one of 64 kB would not fit into a small burst

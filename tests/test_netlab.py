@@ -122,6 +122,13 @@ def test_a_tool_that_is_missing_is_named(monkeypatch):
     assert labs.missing() == "not installed: ip, tc (package iproute2)"
 
 
+def test_there_is_no_network_outside_of_the_block():
+    with pytest.raises(RuntimeError, match="inside `with"):
+        Lab([Link()]).run(["true"])
+    with pytest.raises(RuntimeError, match="inside `with"):
+        SharedLoopback(1, None).rate(5)
+
+
 def test_a_lab_that_is_not_permitted_ends_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr(labs, "missing", lambda: "not installed: tc (package iproute2)")
     monkeypatch.setattr(sys, "argv", ["netlab.py", "--", "true"])
