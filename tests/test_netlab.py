@@ -22,8 +22,8 @@ import lab as labs  # noqa: E402
 import netlab  # noqa: E402
 from lab import Lab, Link, SharedLoopback  # noqa: E402
 
-LIMIT = 30.0
-pytestmark = pytest.mark.timeout(90)
+LIMIT = 60.0  # seconds for anything that waits; far above what is needed
+pytestmark = pytest.mark.timeout(150)
 missing = labs.missing()
 needs_a_lab = pytest.mark.skipif(missing is not None, reason=f"no lab here: {missing}")
 
