@@ -122,7 +122,7 @@ REPORTS = {
         "a peer dies before the first collective",
         "test_comm_communicator::test_a_rank_that_dies_inside_start_does_not_leave_the_others_there",
         "test_faults::test_a_rank_that_is_killed_anywhere_ends_its_peer_which_names_it",
-        "test_faults::test_rank_0_that_is_killed_while_it_prepares_the_data_ends_its_peer_in_lightnings_own_barrier",
+        "test_faults::test_rank_0_that_is_killed_while_it_prepares_the_data_is_named_before_lightnings_barrier_fails",
         "test_faults::test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_connect_timeout",
     ),
     21: (

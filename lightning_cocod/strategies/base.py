@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -102,6 +103,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._ending: BaseException | None = None
         self._alone = False
         self._resumed: OwnState | None = None
+        self._sampler_seed: int | None = None  # of the run that is resumed
         self._training_random: dict[str, Any] | None = None  # while it is set aside
         self._replaced = Replaced()
 
@@ -237,6 +239,7 @@ class AlgorithmStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._replaced.put_back()
         communicator, quiet = self._communicator, self._quiet
+        self._sampler_seed = None
         self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
         try:
             if communicator is not None:
@@ -415,7 +418,8 @@ class AlgorithmStrategy(DDPStrategy):
             return
         assert self.lightning_module is not None
         randomness = self._training_random or random_state(self.root_device)
-        part = own_state.take(self.lightning_module.trainer, self._algorithm, checkpoint, randomness)
+        seed = self.distributed_sampler_kwargs["seed"]
+        part = own_state.take(self.lightning_module.trainer, self._algorithm, checkpoint, randomness, seed)
         self._checkpoints.save(checkpoint, part, filepath, write)
 
     @override
@@ -429,7 +433,15 @@ class AlgorithmStrategy(DDPStrategy):
             self._resumed = self._checkpoints.load(checkpoint, checkpoint_path, weights_only)
             if self._resumed is not None:
                 self._resumed.merge_into(checkpoint)
+                self._sampler_seed = self._resumed.sampler_seed
         return checkpoint
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """With the seed that Lightning would choose; in a resumed run, with that of the run it belongs to."""
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._sampler_seed is None else self._sampler_seed
+        return {**super().distributed_sampler_kwargs, "seed": seed}
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:

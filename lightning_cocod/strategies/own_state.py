@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def take(
-    trainer: pl.Trainer, algorithm: Algorithm, checkpoint: Mapping[str, Any], randomness: dict[str, Any]
+    trainer: pl.Trainer, algorithm: Algorithm, checkpoint: Mapping[str, Any], randomness: dict[str, Any], sampler_seed: int
 ) -> dict[str, Any]:
     """This rank's part. Tensors are those of the run, not copies: write it before the next step.
 
@@ -28,6 +28,7 @@ def take(
         algorithm: waits for its message in flight and folds nothing.
         checkpoint: Lightning's, as dumped on this rank: its optimizers, schedulers, scaler, callbacks, loops.
         randomness: training's random state.
+        sampler_seed: from which the samplers that Lightning inserts draw the order of every epoch.
     """
     return {
         "lightning": {name: value for name, value in checkpoint.items() if name != "state_dict"},
@@ -37,6 +38,7 @@ def take(
         "metrics": dict(trainer.callback_metrics),
         "positions": _positions(trainer),
         "random": randomness,
+        "sampler_seed": sampler_seed,
     }
 
 
@@ -46,6 +48,11 @@ class OwnState:
     def __init__(self, part: dict[str, Any]) -> None:
         self._part = part
         self._positions: list[Position | None] = list(part["positions"])
+
+    @property
+    def sampler_seed(self) -> int:
+        """From which the samplers that Lightning inserts drew."""
+        return int(self._part["sampler_seed"])
 
     def merge_into(self, checkpoint: dict[str, Any]) -> None:
         """This rank's optimizers, schedulers, scaler, callbacks and loops in place of rank 0's."""

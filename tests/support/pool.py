@@ -47,6 +47,7 @@ class Forked(_processes.Process):
         return {**self.__dict__, "stacks": DupFd(self.stacks)}
 
     def run(self):
+        multiprocessing.set_start_method(None, force=True)  # the system's, not this one's
         script.main(self.channel, self.stacks.detach())
 
 

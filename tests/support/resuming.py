@@ -66,9 +66,9 @@ class Saver(L.Callback):
             trainer.save_checkpoint(self.saved[-1])
 
 
-def fit(rank, world, strategy, module=Adam, loader=None, path=None, callbacks=(), data=None, **options):
+def fit(rank, world, strategy, module=Adam, loader=None, path=None, callbacks=(), data=None, seed=5, **options):
     """A run's end: all its state as one vector, steps, learning rates and epochs."""
-    L.seed_everything(5 + rank, verbose=False)
+    L.seed_everything(seed + rank, verbose=False)
     model = module()
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
     validation = DataLoader(dataset(16), batch_size=8)
@@ -83,9 +83,8 @@ def fit(rank, world, strategy, module=Adam, loader=None, path=None, callbacks=()
 
 
 def resume(rank, *args, **options):
-    """The same, from a checkpoint, in a process whose random state is another one."""
-    L.seed_everything(99, verbose=False)
-    return fit(rank, *args, **options)
+    """The same, from a checkpoint, in a process in which every seed is another one."""
+    return fit(rank, *args, seed=99, **options)
 
 
 def same(expected, got, *, to_train=True):
