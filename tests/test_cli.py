@@ -315,20 +315,20 @@ def test_csv_holds_the_vocabulary(tmp_path, default_run):
 
 
 def test_sweep_over_strategies(tmp_path):
-    result = cocod_train(tmp_path, "-m", "strategy=ddp,local_sgd,cocod", "trainer.log_every_n_steps=2", *TINY)
+    result = cocod_train(tmp_path, "-m", "strategy=ddp,cocod", "trainer.log_every_n_steps=2", *TINY)
     assert result.returncode == 0, result.stderr
     table = result.stdout[result.stdout.index("sweep trainer.") :]
-    assert re.findall(r"strategy=(\w+)", table) == ["ddp", "local_sgd", "cocod"]
+    assert re.findall(r"strategy=(\w+)", table) == ["ddp", "cocod"]
     sweep = only(tmp_path.rglob("sweep.csv")).parent
     with (sweep / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["ranks"] for row in rows] == ["2", "2", "2"]
-    assert [row["name"] for row in rows] == [f"digits-resnet20-{name}" for name in ("ddp", "local_sgd", "cocod")]
+    assert [row["ranks"] for row in rows] == ["2", "2"]
+    assert [row["name"] for row in rows] == [f"digits-resnet20-{name}" for name in ("ddp", "cocod")]
     assert all(float(row["throughput/samples_per_sec"]) > 0 for row in rows)
-    runs = [only(wandb_runs(sweep / str(job))) for job in range(3)]
-    assert len(wandb_runs(tmp_path)) == 3
+    runs = [only(wandb_runs(sweep / str(job))) for job in range(2)]
+    assert len(wandb_runs(tmp_path)) == 2
     assert all(sweep.name.encode() in run.read_bytes() for run in runs), "each run belongs to the sweep's group"
-    with only((sweep / "2").rglob("metrics.csv")).open() as file:
+    with only((sweep / "1").rglob("metrics.csv")).open() as file:
         assert {"comm/hidden_fraction", "algo/period", "throughput/step_ms"} <= set(csv.DictReader(file).fieldnames)
 
 

@@ -9,7 +9,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from support.toys import STRATEGIES
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from support.ranks import run_ranks, run_ranks_raw
+from support.toys import STRATEGIES, Toy, flat, loader, trainer
 
 import lightning_cocod
 from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
@@ -81,12 +83,11 @@ def assert_trained(results, folder, ranks=(0, 1)):
     assert all(torch.equal(replicas[0], other) for other in [*replicas, *returned])
 
 
-# Fresh processes take seconds, and nothing in a launch depends on the algorithm: each launcher meets one strategy or two.
+# Fresh processes take seconds, and nothing in a launch depends on the algorithm: each launcher meets one strategy.
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_lightnings_own_launcher(strategy, script, tmp_path):
-    assert_trained(finish(start([sys.executable, script, strategy, "2"], tmp_path)), tmp_path)
+def test_lightnings_own_launcher(script, tmp_path):
+    assert_trained(finish(start([sys.executable, script, "cocod", "2"], tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd_spawn", "cocod_fork"])
@@ -101,39 +102,40 @@ def test_torchrun(script, tmp_path):
     assert_trained(finish(start([*torchrun, script, "local_sgd", "2"], tmp_path)), tmp_path)
 
 
-def test_slurm(script, tmp_path):
-    """Two tasks of one job, as srun starts them."""
-    port = free_port()
-    tasks = [
-        start(
-            [sys.executable, script, "cocod", "2"],
-            tmp_path,
-            SLURM_JOB_ID=1,
-            SLURM_JOB_NAME="train",
-            SLURM_NTASKS=2,
-            SLURM_NTASKS_PER_NODE=2,
-            SLURM_NNODES=1,
-            SLURM_NODELIST="localhost",
-            SLURM_PROCID=rank,
-            SLURM_LOCALID=rank,
-            SLURM_NODEID=0,
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]
-    assert_trained(finish(*tasks), tmp_path)
+def started(variables):
+    """A process with these variables instead of those of the launcher that has started it."""
+    os.environ.clear()
+    os.environ.update(environment(**variables))
 
 
-UNREACHABLE = """
-    import sys
-    sys.path.insert(0, {tests!r})
-    from support.toys import Toy, loader, trainer
-    from lightning_cocod import CoCoDStrategy
+def task(rank, world, port):
+    """One of two tasks of a job, as srun starts them."""
+    slurm = {
+        "JOB_ID": 1,
+        "JOB_NAME": "train",
+        "NTASKS": world,
+        "NTASKS_PER_NODE": world,
+        "NNODES": 1,
+        "NODELIST": "localhost",
+    }
+    own = {"PROCID": rank, "LOCALID": rank, "NODEID": 0}
+    variables = {f"SLURM_{name}": value for name, value in {**slurm, **own}.items()}
+    started({**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    model, run = Toy(), trainer("cocod", world, max_epochs=1)
+    run.fit(model, loader(), loader(shuffle=False))
+    return type(run.strategy.cluster_environment), run.global_rank, flat(model)
 
-    if __name__ == "__main__":
-        trainer(CoCoDStrategy(connect_timeout=1), 1, num_nodes=2).fit(Toy(), loader())
-"""
+
+def test_slurm():
+    first, second = run_ranks(task, 2, free_port(), init=False)
+    assert first[:2] == (SLURMEnvironment, 0)
+    assert second[:2] == (SLURMEnvironment, 1)
+    assert torch.equal(first[2], second[2])
+
+
+def node_of_two(rank, world, node, address, port):
+    started({"NODE_RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port})
+    trainer(CoCoDStrategy(connect_timeout=1), 1, num_nodes=2).fit(Toy(), loader())
 
 
 @pytest.mark.parametrize(
@@ -144,14 +146,11 @@ UNREACHABLE = """
         (0, "no-such-host.invalid", "the master address no-such-host.invalid is not one of this machine's"),
     ],
 )
-def test_an_unreachable_master_is_named(node, address, message, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(UNREACHABLE.format(tests=os.path.dirname(__file__))))
-    variables = {"NODE_RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": free_port()}
-    ((output, code),) = finish(start([sys.executable, path], tmp_path, **variables))
-    assert code != 0
-    last = [line for line in output.splitlines() if line.strip()][-1]
-    assert message in last, output
+def test_an_unreachable_master_is_named(node, address, message):
+    (outcome,) = run_ranks_raw(node_of_two, 1, node, address, free_port(), init=False)
+    assert outcome.status == "error"
+    last = outcome.traceback.strip().splitlines()[-1]
+    assert message in last, outcome.traceback
     assert "MASTER_ADDR" in last
 
 
