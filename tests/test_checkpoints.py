@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.ranks import run_ranks, run_ranks_raw
 from support.resuming import Adam, Saver, fit, resume, same, shuffled
 from support.toys import STRATEGIES, Toy, flat, loader, parameters, trainer
+from torchmetrics import MeanMetric
 
 from lightning_cocod.algorithms.replica import named_tensors
 from lightning_cocod.strategies import checkpoint_io, parts
@@ -576,6 +577,35 @@ def less_data(rank, world, folder):
 
 def test_resuming_with_less_data_is_an_error(tmp_path):
     run_ranks(less_data, 2, str(tmp_path), init=False)
+
+
+class Counts(Toy):
+    """The mean over an epoch of the numbers of its batches, as Lightning takes it and as torchmetrics does."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.log("lightning", float(batch_idx), on_step=False, on_epoch=True)
+        self.metric(float(batch_idx))
+        self.log("torchmetrics", self.metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def counted(rank, world, folder):
+    means = []
+    for path in (None, folder + "/0.ckpt"):
+        run = trainer("cocod", world, max_epochs=1, callbacks=[Saver(folder, times=[3])] if path is None else [])
+        run.fit(Counts(), loader(), ckpt_path=path)
+        means.append([run.callback_metrics[name].item() for name in ("lightning", "torchmetrics")])
+    return means
+
+
+def test_means_over_an_epoch_begin_anew_where_it_is_resumed(tmp_path):
+    for undisturbed, resumed in run_ranks(counted, 2, str(tmp_path), init=False):
+        assert undisturbed == [2.5, 2.5]  # of 0 ... 5
+        assert resumed == [4.0, 4.0]  # of 3, 4 and 5
 
 
 def between(rank, world, folder):
