@@ -172,7 +172,10 @@ def uneven(rank, world, strategy):
 def test_a_rank_that_runs_out_of_data_early_is_named_and_hangs_nobody(strategy):
     both = ends(uneven, strategy)
     assert [code for code, _ in both] == [FAILED, FAILED]
-    assert any("workers are out of step" in words for _, words in both)
+    named = r"out of step: rank (\d) sends .*, rank (\d) sends .*; every rank needs .* and the same number of batches"
+    found = [match.groups() for _, words in both if (match := re.search(named, words))]
+    assert found
+    assert {("0", "1"), ("1", "0")}.issuperset(found)
 
 
 # Callbacks that save when a run fails
