@@ -479,19 +479,21 @@ def test_an_error_inside_a_heartbeat_ends_the_run_on_all_ranks():
 
 
 def sockets_of_a_life(rank, n):
-    counts = []
-    for _ in range(3):
+    """Those after the first of several lives, and whether there are no more after the last. A peer's may close later."""
+    first = None
+    for _ in range(4):
         with communicating() as c:
             c.mean_([torch.ones(3)], 1 / n, about()).wait()
         del c
         dist.barrier()
-        counts.append(len(_sockets()))
-    return counts
+        first = first or len(_sockets())
+    return first, eventually(lambda: len(_sockets()) <= first)
 
 
 def test_no_socket_is_left():
-    for counts in run_ranks(sockets_of_a_life, 2):
-        assert counts[0] == counts[-1]
+    for first, settled in run_ranks(sockets_of_a_life, 2):
+        assert first > 0
+        assert settled
 
 
 def one_aborts(rank, n):
