@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cocod import CoCoD, CoCoDStrategy, CommunicationTrace, LocalSGD, LocalSGDStrategy
 from lightning_cocod.comm import collectives
+from lightning_cocod.comm import tracer as tracing
 from lightning_cocod.comm.lane import HostLane
 from lightning_cocod.comm.tracer import Recorder, Span, Tracer
 from lightning_cocod.telemetry.chrome import Part, document, shift
@@ -330,6 +331,28 @@ def test_what_is_open_when_it_is_closed_is_left_out_as_a_whole():
     with recorder.span("late"):
         pass
     assert [span.name for span in recorder.close()] == ["done"]
+
+
+class LateLane(HostLane):
+    """A device that is behind: it has come to the marks before ``reached`` only."""
+
+    reached = float("inf")
+
+    def seconds(self, start, end):
+        return end - start if max(start, end) < self.reached else None
+
+
+def test_what_the_device_has_not_come_to_is_left_out_as_a_whole(monkeypatch):
+    monkeypatch.setattr(tracing, "_PATIENCE", 0.0)
+    lane = LateLane()
+    recorder = Recorder(lane)
+    with recorder.span("outer"), recorder.span("inner"):
+        pass
+    with recorder.span("outer, late"):
+        with recorder.span("inner, in time"):
+            pass
+        lane.reached = lane.mark()
+    assert [span.name for span in recorder.close()] == ["inner", "outer"]
 
 
 # Arguments
