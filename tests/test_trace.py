@@ -13,11 +13,12 @@ from support.ranks import run_ranks
 from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, loader, parameters, trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_cocod import CoCoD, CoCoDStrategy, CommunicationTrace, LocalSGD, LocalSGDStrategy
+from lightning_cocod import CoCoD, CoCoDStrategy, CommunicationTrace, LocalSGD, LocalSGDStrategy, PeerLost
 from lightning_cocod.comm import collectives
 from lightning_cocod.comm import tracer as tracing
 from lightning_cocod.comm.lane import HostLane
 from lightning_cocod.comm.tracer import Recorder, Span, Tracer
+from lightning_cocod.telemetry import chrome
 from lightning_cocod.telemetry.chrome import Part, document, shift
 
 LIMIT = 30.0  # seconds for anything that waits; far above what is needed
@@ -298,6 +299,24 @@ def test_a_plain_loop_that_fails_does_so_too(tmp_path):
     assert told == {"complete": False, "rank 0": "steps 10 to 13, 1 of 3 rounds"}
 
 
+def cannot_write(rank, world, path):
+    def full(*_):
+        raise OSError("the disk is full")
+
+    says = pytest.warns(UserWarning, match=f"rank {rank} could not be written: the disk is full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chrome, "write", full)
+        with says, pytest.raises((ArithmeticError, PeerLost)) as raised:
+            fit(rank, world, "cocod", path, Fails, trace={"start_step": 12})
+    return str(raised.value)
+
+
+def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_path):
+    told = run_ranks(cannot_write, 2, tmp_path / "trace.json", init=False, leftovers_ok=True)
+    assert told[1] == "on purpose"
+    assert "ArithmeticError" in told[0]
+
+
 # The file
 
 
@@ -366,6 +385,7 @@ def test_what_the_device_has_not_come_to_is_left_out_as_a_whole(monkeypatch):
         ({"start_step": -1}, "start_step must be a whole number of at least 0, got -1"),
         ({"start_step": True}, "start_step must be a whole number of at least 0, got True"),
         ({"path": None}, "path must be that of the file to write, got None"),
+        ({"path": "/"}, "path must be that of the file to write, got the folder /"),
         ({"path": ""}, "path must be that of the file to write, got ''"),
     ],
 )

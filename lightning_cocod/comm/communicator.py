@@ -90,7 +90,7 @@ class Communicator:
         self.samples = 0
         """Samples that this rank has trained on; the caller counts."""
         self.tracer = Tracer()
-        """Of what happens from now on. A message that is launched before has been another's."""
+        """Told what both threads do. A message that is on its way keeps the one under which it was launched."""
         self._distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._distributed else 0
         self.world_size = dist.get_world_size() if self._distributed else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -41,7 +42,8 @@ class CommunicationTrace(Callback):
 
     Raises:
         TypeError: ``path`` is not one.
-        ValueError: ``rounds`` is not a whole number of at least 1, or ``start_step`` of at least 0.
+        ValueError: ``path`` is a folder, ``rounds`` is not a whole number of at least 1, or ``start_step`` of at least 0.
+        MisconfigurationException: in ``fit``, under a strategy that is not of this package.
 
     Example::
 
@@ -57,6 +59,8 @@ class CommunicationTrace(Callback):
         if not isinstance(path, str | PathLike) or not str(path):
             raise TypeError(f"path must be that of the file to write, got {path!r}")
         self.path = Path(path)
+        if self.path.is_dir():
+            raise ValueError(f"path must be that of the file to write, got the folder {self.path}")
         self.rounds = _whole("rounds", rounds, 1)
         self.start_step = _whole("start_step", start_step, 0)
         self._recording: Recording | None = None
@@ -86,7 +90,7 @@ class CommunicationTrace(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, AlgorithmStrategy):
+        if stage == "fit" and not isinstance(trainer.strategy, AlgorithmStrategy):
             raise MisconfigurationException(
                 f"CommunicationTrace needs a strategy of this package, not {type(trainer.strategy).__name__}"
             )
@@ -155,7 +159,7 @@ class CommunicationTrace(Callback):
             recording.close()
             chrome.write(self._own_path(recording.part), [recording.part])
         except Exception as error:
-            rank_zero_warn(f"The trace could not be written: {error}")
+            warnings.warn(f"the trace of rank {recording.part.rank} could not be written: {error}", stacklevel=2)
 
 
 def _whole(name: str, value: object, least: int) -> int:
