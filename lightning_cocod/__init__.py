@@ -6,7 +6,7 @@ Importing the package registers its strategies: ``Trainer(strategy="cocod")``.
 from lightning_cocod.algorithms import Algorithm, CoCoD, Every, LocalSGD, Schedule, WarmUp, When
 from lightning_cocod.comm import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
 from lightning_cocod.strategies import AlgorithmStrategy, CoCoDStrategy, LocalSGDStrategy, register
-from lightning_cocod.telemetry import CommunicationMonitor
+from lightning_cocod.telemetry import CommunicationMonitor, CommunicationTrace
 
 register()
 
@@ -19,6 +19,7 @@ __all__ = [
     "CoCoDStrategy",
     "CommunicationError",
     "CommunicationMonitor",
+    "CommunicationTrace",
     "Every",
     "LocalSGD",
     "LocalSGDStrategy",

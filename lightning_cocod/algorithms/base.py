@@ -399,7 +399,7 @@ class Algorithm:
             self.comm.abort(error)
             self.close()
             raise
-        self._hooks = StepHooks(self.optimizers, self.after_step, self._why_explicit)
+        self._hooks = StepHooks(self.optimizers, lambda: self.after_step(), self._why_explicit)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
+from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
 
 IN_FLIGHT = 2
@@ -237,23 +238,26 @@ def _together(norms: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event) -> None:
+def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer) -> None:
     """All buckets, in order, ``IN_FLIGHT`` of them at a time, until communication is ``over``."""
     at_work: deque[tuple[int, Tensor, dist.Work]] = deque()
 
     def finish_oldest() -> None:
         bucket, memory, work = at_work.popleft()
-        finish(work, group, over)
-        collective.drain(bucket, memory)
+        with tracer.span("reduce"):
+            finish(work, group, over)
+        with tracer.span("decode"):
+            collective.drain(bucket, memory)
 
     for bucket in range(len(collective.layout)):
         if len(at_work) == IN_FLIGHT:
             finish_oldest()
         memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT], summed=collective.sums)
-        if collective.weight:
-            collective.fill(bucket, memory)
-        else:
-            memory.zero_()  # not 0·x: that is NaN where x is
+        with tracer.span("encode"):
+            if collective.weight:
+                collective.fill(bucket, memory)
+            else:
+                memory.zero_()  # not 0·x: that is NaN where x is
         with transport():
             at_work.append((bucket, memory, collective.launch(memory, group)))
     while at_work:

@@ -36,6 +36,7 @@ from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.message import Message, Report, Subject
 from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle
+from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import abandon, finish
 from lightning_cocod.comm.watchdog import Watchdog
 
@@ -88,6 +89,8 @@ class Communicator:
         self.ledger = Ledger()
         self.samples = 0
         """Samples that this rank has trained on; the caller counts."""
+        self.tracer = Tracer()
+        """Told what both threads do. A message that is on its way keeps the one under which it was launched."""
         self._distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._distributed else 0
         self.world_size = dist.get_world_size() if self._distributed else 1
@@ -256,16 +259,19 @@ class Communicator:
         if self._thread is None:
             raise RuntimeError("nothing can be sent before start() or after close()")
         wishing: list[int] = []
+        tracer = self.tracer
 
         def work() -> None:
             flags = WISH if wish else 0
             header = Header(subject.algorithm, subject.kind, subject.step, layout=0, nbytes=0, flags=flags)
-            headers = exchange(header, self._groups[0], self._loss)
+            with self.lane.working(), tracer.span("headers", message=str(subject)):
+                headers = exchange(header, self._groups[0], self._loss)
             wishing.extend(rank for rank, h in enumerate(headers) if h.flags & WISH)
 
-        handle = self._send(self._thread, work, f"{subject.kind} at step {subject.step}")
+        handle = self._send(self._thread, work, str(subject))
         try:
-            handle.wait()
+            with tracer.span("wait", message=str(subject)):
+                handle.wait()
         except BaseException:
             self._watchdog.noticed()
             raise
@@ -315,15 +321,25 @@ class Communicator:
         self.check()
         if self._thread is None:
             raise RuntimeError("nothing can be sent before start() or after close()")
+        what, tracer = str(subject), self.tracer
         report, departed = Report(), self.lane.mark()
 
         def work() -> None:
-            with self.lane.working():
+            with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.layout.nbytes):
                 self.lane.follow(departed)
-                self._carry_out(subject, collective, report, fit)
+                self._carry_out(subject, collective, report, fit, tracer)
 
-        handle = self._send(self._thread, work, f"{subject.kind} at step {subject.step}")
-        return Message(subject, handle, report, self.lane, self.ledger, lambda: self._watchdog.noticed())
+        with tracer.span("launch", message=what):
+            handle = self._send(self._thread, work, what)
+        return Message(
+            subject,
+            handle,
+            report,
+            self.lane,
+            self.ledger,
+            waiting=lambda: self.tracer.span("wait", message=what),
+            on_failure=lambda: self._watchdog.noticed(),
+        )
 
     def _send(self, thread: CommunicationThread, work: Callable[[], None], what: str) -> Handle[None]:
         """Submit a job in which a broken connection becomes the name of the peer that broke it."""
@@ -337,11 +353,13 @@ class Communicator:
 
         return thread.submit(explained)
 
-    def _carry_out(self, subject: Subject, collective: Collective, report: Report, fit: bool | None) -> None:
+    def _carry_out(self, subject: Subject, collective: Collective, report: Report, fit: bool | None, tracer: Tracer) -> None:
         layout = collective.layout
-        size = collectives.norm(collective) if fit is None else None
-        if size is not None:
-            fit = collectives.is_finite(collective, size)
+        size = None
+        if fit is None:
+            with tracer.span("look"):
+                size = collectives.norm(collective)
+                fit = collectives.is_finite(collective, size)
         header = Header(
             subject.algorithm,
             subject.kind,
@@ -353,14 +371,16 @@ class Communicator:
             self.samples,
         )
         report.listening = time.perf_counter()
-        headers = exchange(header, self._groups[0], self._loss)
+        with tracer.span("headers", message=str(subject)):
+            headers = exchange(header, self._groups[0], self._loss)
         self._samples_heard = [h.samples for h in headers]
         report.left_out = unfit(headers, skip=subject.skip)
         if report.left_out:
             collective.weight = subject.weight(self.rank, report.left_out)
         report.announced = time.perf_counter()
         begun = self.lane.mark()
-        collectives.run(collective, self._groups[-1], self._scratch, self._loss)
+        with tracer.span("transfer", message=str(subject)):
+            collectives.run(collective, self._groups[-1], self._scratch, self._loss, tracer)
         arrived = self.lane.mark()
         numbers = None
         if fit and size is not None and (distance := collective.distance()) is not None:

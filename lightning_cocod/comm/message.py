@@ -7,6 +7,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,9 @@ class Subject:
     counted: bool = True
     weights: tuple[float, ...] = ()
     skip: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} at step {self.step}"
 
     @property
     def weights_digest(self) -> int:
@@ -70,13 +74,14 @@ class Message:
         report: Report,
         lane: Lane,
         ledger: Ledger,
+        waiting: Callable[[], AbstractContextManager[None]],
         on_failure: Callable[[], None],
     ) -> None:
         self.step = subject.step
         """Steps that its sender had attempted."""
         self._counted = subject.counted
         self._handle, self._report, self._lane, self._ledger = handle, report, lane, ledger
-        self._on_failure = on_failure
+        self._waiting, self._on_failure = waiting, on_failure
 
     def wait(self, *, counted: bool = True) -> None:
         """Block until the result is there. On CUDA the host waits for the launch only, the current stream for the rest.
@@ -91,12 +96,13 @@ class Message:
         """
         lane, ledger = self._lane, self._ledger
         asked, before = time.perf_counter(), lane.mark()
-        try:
-            self._handle.wait()
-        except BaseException:
-            self._on_failure()
-            raise
-        lane.follow(self._report.arrived)
+        with self._waiting():
+            try:
+                self._handle.wait()
+            except BaseException:
+                self._on_failure()
+                raise
+            lane.follow(self._report.arrived)
         if not (counted and self._counted):
             return
         after = lane.mark()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +88,29 @@ def resume(rank: Rank) -> None:
             for step in saver.at:
                 resumed = state(_fit(rank, strategy, path=saver.path(step), seed=99))
                 rank.expect(torch.equal(whole, resumed), f"{name}: resumed at step {step}, the same bits")
+
+
+@check(lightning=True, limit=100.0)
+def trace(rank: Rank) -> None:
+    """A trace in the device's time: in order on each stream, whole, and without a bit of difference to the run."""
+    from lightning_cocod import CommunicationTrace
+
+    for name, strategy in strategies().items():
+        with rank.attempt(name):
+            path = Path(rank.folder, f"{name}.json")
+            traced = _end(_fit(rank, strategy, callbacks=[CommunicationTrace(path, rounds=1, start_step=3)]))
+            rank.expect(torch.equal(traced, _end(_fit(rank, strategy))), f"{name}: the same bits without a trace")
+            content = json.loads(path.read_text())
+            rank.expect(content["otherData"]["complete"], f"{name}: all of it was recorded")
+            for row in [(pid, tid) for pid in range(rank.world) for tid in range(2)]:
+                ends, here = [], [e for e in content["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == row]
+                rank.expect(here, f"{name}: something is recorded in row {row}")
+                for event in here:
+                    while ends and ends[-1] <= event["ts"] + 1e-3:
+                        ends.pop()
+                    end = event["ts"] + event["dur"]
+                    rank.expect(event["dur"] >= 0 and all(end <= e + 1e-3 for e in ends), f"{name}: {event} nests")
+                    ends.append(end)
 
 
 @check(lightning=True)
