@@ -1,6 +1,6 @@
 """Time to accuracy over a slow link: ResNet-20 on CIFAR-10, DDP against the strategies of this package.
 
-    python recipes/time_to_accuracy.py --data data/cifar10.zip --steps 600 --batch-size 64 --period 4 --out tta
+    python recipes/time_to_accuracy.py --data data/cifar10.zip --steps 600 --batch-size 48 --period 5 --out tta
     python recipes/time_to_accuracy.py --plot tta
 
 Every rank is a node of its own in a ``Lab``, with one thread, on a link of ``--rate`` Mbit/s. All strategies have the same
@@ -236,9 +236,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rate", default="10", help="Mbit/s of every link in each direction, or none for no limit")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of DDP")
-    parser.add_argument("--extra", type=float, default=1.0, help="times as many steps for the others")
+    parser.add_argument("--extra", type=float, default=1.5, help="times as many steps for the others")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--period", default="4", help="local steps of a round, or a schedule such as 0:1,200:4")
     parser.add_argument("--strategies", default="ddp,local_sgd,cocod", help="ddp and any of this package's")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the order and the augmentation")
