@@ -1,6 +1,6 @@
 """Draws docs/trace.svg: what two ranks on a slow link do in two rounds, under CoCoD-SGD and under its blocking twin.
 
-    python recipes/trace_picture.py                              # ResNet-18, 200 Mbit/s between the ranks; needs root, see netlab.py
+    python recipes/trace_picture.py                              # two ranks, 200 Mbit/s: needs root, see netlab.py
     python recipes/trace_picture.py --rate 50 --folder traces    # keeps the traces, for https://ui.perfetto.dev
     python recipes/trace_picture.py --draw a.json b.json         # draws traces that there are
 
