@@ -1,0 +1,197 @@
+"""From trials to rows: medians, fractions of the ceiling, and what the transport alone would leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from lightning_cocod.cli.bench.counters import COMMUNICATION, OTHERS, TRAINING
+from lightning_cocod.cli.bench.host import errors
+from lightning_cocod.cli.bench.meter import Result
+from lightning_cocod.cli.bench.plan import CEILING
+
+TRANSPORT = "transport"
+HIDDEN, BOUND = 0.98, 0.95  # of what the transport leaves; of what the link allows where a transfer does not fit
+Trials = Mapping[int, Sequence[Result]]  # repeat → a result of each rank
+
+
+class Row(NamedTuple):
+    """A contender in one setting. None where it was not measured; medians are over the repeats.
+
+    Attributes:
+        workload: what was trained.
+        ranks: how many.
+        link_mbit: rate of the link, in Mbit/s.
+        period: steps of a round.
+        contender: name.
+        step_ms: time of a step: of each rank the median over the rounds, of all ranks by the mean of their speeds.
+        fraction: of the ceiling's speed in the same repeat.
+        least: the smallest fraction of any repeat.
+        most: the largest.
+        limit: what the transport leaves of the ceiling's speed.
+        target: what a strategy of ours has to reach.
+        own_percent: of the ceiling's speed, lost beyond the limit.
+        own_ms: what a step takes longer than the ceiling's.
+        sent_mb: put on the network for each step by each rank, with all headers.
+        peak_mb: memory beyond the ceiling's peak.
+        peak_parameters: the same in units of the parameters.
+        training_ms: CPU time of the training thread for each step, program and kernel.
+        communication_ms: of our communication thread.
+        others_ms: of all other threads, among them the transport's.
+        machine_ms: CPU time of the whole machine for each step and rank, interrupts included.
+        exposed_ms: that training waited for the link in each step, as the strategy itself counts.
+        repeats: that were measured.
+        note: what went wrong.
+    """
+
+    workload: str
+    ranks: int
+    link_mbit: float | None
+    period: int
+    contender: str
+    step_ms: float | None = None
+    fraction: float | None = None
+    least: float | None = None
+    most: float | None = None
+    limit: float | None = None
+    target: float | None = None
+    own_percent: float | None = None
+    own_ms: float | None = None
+    sent_mb: float | None = None
+    peak_mb: float | None = None
+    peak_parameters: float | None = None
+    training_ms: float | None = None
+    communication_ms: float | None = None
+    others_ms: float | None = None
+    machine_ms: float | None = None
+    exposed_ms: float | None = None
+    repeats: int = 0
+    note: str = ""
+
+
+def rows(run: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """A row for each contender of a run, in the order in which they were asked for.
+
+    Args:
+        run: the plan's fields, `ranks`, `cpus` and `own` (names of our strategies).
+        trials: as the host wrote them: `repeat`, `contender`, and a result of each of the `ranks`.
+    """
+    measured: dict[str, dict[int, Sequence[Result]]] = {name: {} for name in run["contenders"]}
+    notes = dict.fromkeys(run["contenders"], "")
+    for trial in trials:
+        name, results = trial["contender"], trial["ranks"]
+        if wrong := errors(results):
+            notes[name] = wrong[0]
+        if all("rounds" in result for result in results):
+            measured[name][trial["repeat"]] = results
+    ceiling, period = measured[CEILING], run["period"]
+    link = Transport.of(measured.get(TRANSPORT, {}), run)
+    made = []
+    for name, of in measured.items():
+        row = Row(run["workload"], run["ranks"], run["link_rate"], period, name, repeats=len(of), note=notes[name])
+        if of:
+            row = _with_costs(row, of)
+        if of and name != TRANSPORT:
+            row = row._replace(step_ms=1e3 * median(_step(results, period) for results in of.values()))
+            row = _beside(row, of, ceiling)
+        if link is not None and row.fraction is not None and name != CEILING:
+            row = link.judge(row, median(_step(results, period) for results in ceiling.values()), ours=name in run["own"])
+        made.append(row)
+    return made
+
+
+def _step(results: Sequence[Result], period: int) -> float:
+    """Seconds."""
+    return 1 / (period * _rounds_per_second(results))
+
+
+def _rounds_per_second(results: Sequence[Result]) -> float:
+    speeds: list[float] = [1 / median(result["rounds"]) for result in results]
+    return sum(speeds) / len(speeds)
+
+
+def _beside(row: Row, of: Trials, ceiling: Trials) -> Row:
+    """Beside the ceiling of the same repeat: machines change with time."""
+    pairs = [(results, ceiling[repeat]) for repeat, results in of.items() if repeat in ceiling]
+    if not pairs:
+        return row
+    fractions = [_rounds_per_second(results) / _rounds_per_second(alone) for results, alone in pairs]
+    peak = median(_peak(results) - _peak(alone) for results, alone in pairs)
+    return row._replace(
+        fraction=median(fractions),
+        least=min(fractions),
+        most=max(fractions),
+        own_ms=1e3 * median(_step(results, row.period) - _step(alone, row.period) for results, alone in pairs),
+        peak_mb=peak / 1e6,
+        peak_parameters=peak / pairs[0][0][0]["parameters"],
+    )
+
+
+def _peak(results: Sequence[Result]) -> float:
+    return max(float(result["peak"]) for result in results)
+
+
+def _with_costs(row: Row, of: Trials) -> Row:
+    """Of a step and a rank."""
+
+    def mean(value: Callable[[Result], float]) -> float:
+        return median(sum(map(value, results)) / len(results) for results in of.values())
+
+    def cpu(kind: str) -> float:
+        return 1e3 * mean(lambda result: sum(result["cpu"][kind])) / row.period
+
+    sharing = row.ranks if any(result["device"] == "lo" for results in of.values() for result in results) else 1
+    told = all("metrics" in result for results in of.values() for result in results)
+    return row._replace(
+        sent_mb=mean(lambda result: result["sent"]) / sharing / row.period / 1e6,
+        training_ms=cpu(TRAINING),
+        communication_ms=cpu(COMMUNICATION),
+        others_ms=cpu(OTHERS),
+        machine_ms=1e3 * mean(lambda result: result["machine"]) / row.ranks / row.period,
+        exposed_ms=mean(lambda result: result["metrics"]["comm/exposed_ms"]) if told else None,
+    )
+
+
+class Transport(NamedTuple):
+    """An all-reduce of the parameters, alone on the same link.
+
+    Attributes:
+        seconds: that it takes.
+        cpu: seconds of each rank: all threads, program and kernel.
+        capacity: CPUs that a rank has: those it trains on, or its share of the machine where there are fewer.
+    """
+
+    seconds: float
+    cpu: float
+    capacity: float
+
+    @classmethod
+    def of(cls, trials: Trials, run: Mapping[str, Any]) -> Transport | None:
+        """From the contender of that name, if it was measured."""
+        if not trials:
+            return None
+        cpu = median(sum(sum(map(sum, r["cpu"].values())) for r in results) / len(results) for results in trials.values())
+        seconds = median(1 / _rounds_per_second(results) for results in trials.values())
+        return cls(seconds, cpu, min(run["threads"], run["cpus"] / run["ranks"]))
+
+    def judge(self, row: Row, alone: float, *, ours: bool) -> Row:
+        """Add what the transport leaves of the ceiling's speed, and for a strategy of ours how near it comes.
+
+        Training and the transport share CPUs, which leaves 1 - the transport's CPU time ÷ round. Where the transfer takes
+        longer than a round of computation, the link decides.
+
+        Args:
+            row: with its fraction.
+            alone: seconds of the ceiling's step.
+            ours: whether it has a target.
+        """
+        assert row.step_ms is not None
+        assert row.fraction is not None
+        by_cpu = 1 - self.cpu / (self.capacity * row.period * row.step_ms / 1e3)
+        by_link = row.period * alone / self.seconds
+        limit = min(by_cpu, by_link)
+        if not ours:
+            return row._replace(limit=limit)
+        target = HIDDEN * by_cpu if by_cpu <= by_link else BOUND * by_link
+        return row._replace(limit=limit, target=target, own_percent=100 * (limit - row.fraction))
