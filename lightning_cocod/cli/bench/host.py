@@ -1,6 +1,7 @@
-"""A rank's host: it forks a process for every entry of the schedule, so that whatever happens in one costs one row.
+"""The host of one or several ranks: it forks a process of each for every entry of the schedule.
 
-Every contender so begins with nothing left over from another, and libraries are imported once.
+So whatever happens in one costs one row, every contender begins with nothing left over from another, and libraries are
+imported once.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_cocod.cli.bench.job import Seat, process
@@ -25,44 +27,67 @@ from lightning_cocod.cli.bench.meter import Result
 from lightning_cocod.cli.bench.plan import Entry, Plan, schedule
 
 GRACE = 10.0  # seconds that a rank may go on after another has failed
-LOOK = 0.5  # seconds between two looks at a process
+LOOK = 0.2  # seconds between two looks at the processes
 FOLLOWED = "ended, as another rank had failed"
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["lightning_cocod.cli.bench.job"])  # imports, and nothing that starts a thread
 
 
 class Host:
-    """One rank of the benchmark.
+    """All ranks of the benchmark, or the one that a launcher has made of this process.
 
     Args:
-        plan: the same on all ranks.
-        out: an existing folder; rank 0 writes `trials.jsonl` into it, and every rank its processes' output into `logs`.
-
-    Raises:
-        ValueError: the variables of a launcher are incomplete.
+        plan: the same on all hosts.
+        out: folder. The host of rank 0 writes `trials.jsonl` into it, and each its processes' output into `logs`.
+        local: the ranks of this host.
+        ranks: how many there are.
+        store: in which hosts meet.
+        address: of that store.
+        port: likewise.
     """
 
-    def __init__(self, plan: Plan, out: Path) -> None:
-        self.plan, self.out = plan, out
-        patience = timedelta(seconds=plan.limit + 120)  # for the slowest rank to end an entry
-        self.store, self.rank, self.ranks = next(iter(rendezvous("env://", timeout=patience)))
-        self.address, self.port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    def __init__(
+        self, plan: Plan, out: Path, local: Sequence[int], ranks: int, store: Store, address: str, port: int
+    ) -> None:
+        self.plan, self.out, self.local, self.ranks = plan, out, local, ranks
+        self.store, self._address, self._port = store, address, port
+        self.leads = 0 in local
         self.failed: set[str] = set()
+        _processes.set_forkserver_preload(["lightning_cocod.cli.bench.job"])  # imports, and nothing that starts a thread
+        os.environ["OMP_NUM_THREADS"] = str(plan.threads)
+
+    @classmethod
+    def of_all(cls, plan: Plan, out: Path, ranks: int) -> Host:
+        """All ranks, on this machine."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_patience(plan))
+        return cls(plan, out, range(ranks), ranks, store, "127.0.0.1", store.port)
+
+    @classmethod
+    def of_one(cls, plan: Plan, out: Path) -> Host:
+        """The rank that a launcher has started.
+
+        Raises:
+            ValueError: its variables are incomplete.
+        """
+        store, rank, ranks = next(iter(rendezvous("env://", timeout=_patience(plan))))
+        return cls(plan, out, [rank], ranks, store, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     def run(self) -> None:
         """The whole schedule. A contender that has failed is not tried again."""
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
         entries = schedule(self.plan)
         for number, entry in enumerate(entries):
             meeting = PrefixStore(f"entry {number}", self.store)
-            if self.rank == 0:
+            if self.leads:
                 meeting.set("port", "0" if entry.contender in self.failed else str(free_port()))
-            seat = Seat(self.rank, self.ranks, self.address, self.port, number, int(meeting.get("port")))
-            if seat.free_port == 0:
+            if not (port := int(meeting.get("port"))):
                 continue
             begun = time.monotonic()
-            meeting.set(f"result {self.rank}", json.dumps(self._turn(entry, seat, meeting)))
-            if self.rank == 0:
+            seats = [Seat(rank, self.ranks, self._address, self._port, number, port) for rank in self.local]
+            for rank, result in self._turn(entry, seats, meeting).items():
+                meeting.set(f"result {rank}", json.dumps(result))
+            if self.leads:
                 results: list[Result] = [json.loads(meeting.get(f"result {rank}")) for rank in range(self.ranks)]
                 self._record(entry, results)
                 took = f"{time.monotonic() - begun:.0f} s"
@@ -70,9 +95,10 @@ class Host:
         self._leave()
 
     def _leave(self) -> None:
-        """Rank 0 holds the store: it goes last."""
-        self.store.set(f"{self.rank} leaves", "")
-        if self.rank == 0:
+        """The store is with rank 0, whose host goes last."""
+        for rank in self.local:
+            self.store.set(f"{rank} leaves", "")
+        if self.leads:
             self.store.wait([f"{rank} leaves" for rank in range(self.ranks)])
 
     def _record(self, entry: Entry, results: list[Result]) -> None:
@@ -81,36 +107,54 @@ class Host:
         with (self.out / "trials.jsonl").open("a") as file:
             file.write(json.dumps({**entry._asdict(), "ranks": results}) + "\n")
 
-    def _turn(self, entry: Entry, seat: Seat, meeting: Store) -> Result:
-        """Run the process of this rank, and end it when its time is over."""
-        log = self.out / "logs" / f"{seat.number:03d}-{entry.contender}-rank{self.rank}.txt"
+    def _turn(self, entry: Entry, seats: Sequence[Seat], meeting: Store) -> dict[int, Result]:
+        """Run the processes of this host's ranks, and end them when their time is over."""
         with tempfile.TemporaryDirectory(prefix="cocod-bench-") as folder:
-            file = Path(folder, "result.json")
-            child = _processes.Process(target=process, args=(self.plan, entry.contender, seat, file, log))
-            child.start()
-            assert child.pid is not None
-            ended_for, deadline = f"timed out after {self.plan.limit:g} s", time.monotonic() + self.plan.limit
+            files = {seat.rank: Path(folder, f"{seat.rank}.json") for seat in seats}
+            children: dict[int, ForkServerProcess] = {}
             try:
-                while child.is_alive() and time.monotonic() < deadline:
-                    child.join(LOOK)
-                    if meeting.check(["failed"]) and deadline > time.monotonic() + GRACE:
-                        ended_for, deadline = FOLLOWED, time.monotonic() + GRACE
-                late = child.is_alive()
+                for seat in seats:
+                    log = self.out / "logs" / f"{seat.number:03d}-{entry.contender}-rank{seat.rank}.txt"
+                    told = (self.plan, entry.contender, seat, files[seat.rank], log)
+                    children[seat.rank] = _processes.Process(target=process, args=told)
+                    children[seat.rank].start()
+                late = self._wait(children, meeting)
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # it leads a group of its own
-                child.kill()
-                child.join()
-            result: Result = json.loads(file.read_text()) if file.exists() else {}
-        if late:
-            result["error"] = ended_for
-        elif child.exitcode != 0 and "error" not in result:
-            result["error"] = f"crashed: {_name(child.exitcode)}"
-        elif not result:
-            result["error"] = "ended without a result"
-        if "error" in result:
+                for child in children.values():
+                    end(child)
+            results = {rank: json.loads(file.read_text()) if file.exists() else {} for rank, file in files.items()}
+        for rank, result in results.items():
+            if rank in late:
+                result.setdefault("error", late[rank])
+            elif code := children[rank].exitcode:
+                result.setdefault("error", f"crashed: {_name(code)}")
+            elif not result:
+                result["error"] = "ended without a result"
+        return results
+
+    def _wait(self, children: Mapping[int, ForkServerProcess], meeting: Store) -> dict[int, str]:
+        """Until all have ended, or their time is over: then why, for those that have not."""
+        why, deadline = f"timed out after {self.plan.limit:g} s", time.monotonic() + self.plan.limit
+        running = dict(children)
+        while running and time.monotonic() < deadline:
+            time.sleep(LOOK)
+            running = {rank: child for rank, child in running.items() if child.is_alive()}
+            if any(child.exitcode for child in children.values()):
+                meeting.set("failed", "")
+            if meeting.check(["failed"]) and time.monotonic() + GRACE < deadline:
+                why, deadline = FOLLOWED, time.monotonic() + GRACE
+        if running:
             meeting.set("failed", "")
-        return result
+        return dict.fromkeys(running, why)
+
+
+def end(child: ForkServerProcess) -> None:
+    """Kill a process and whatever it has started, if anything is left of them."""
+    if child.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # it leads a group of its own
+        child.kill()
+        child.join()
 
 
 def errors(results: Sequence[Result]) -> list[str]:
@@ -125,8 +169,13 @@ def _summary(results: Sequence[Result]) -> str:
     return " ".join(f"{sum(result['rounds']) / len(result['rounds']):.3f}" for result in results) + " s a round"
 
 
-def _name(exit_code: int | None) -> str:
-    return signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
+def _patience(plan: Plan) -> timedelta:
+    """For the slowest rank to end an entry."""
+    return timedelta(seconds=plan.limit + 300)
+
+
+def _name(exit_code: int) -> str:
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
 def free_port() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
@@ -119,14 +120,14 @@ def process(plan: Plan, name: str, seat: Seat, file: Path, log: Path) -> None:
     try:
         job = Job(plan, seat, file)
         contenders()[name](job)
-    except BaseException as error:
-        done = json.loads(file.read_text()) if file.exists() else {}
-        write(file, {**done, "error": reason(error)})
-        traceback.print_exc()
-        raise SystemExit(1) from None
-    finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    except BaseException as error:
+        traceback.print_exc()
+        done = json.loads(file.read_text()) if file.exists() else {}
+        write(file, {**done, "error": reason(error)})
+        sys.stderr.flush()
+        os._exit(1)  # what it has started may not let it end
 
 
 def reason(error: BaseException) -> str:

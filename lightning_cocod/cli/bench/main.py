@@ -20,7 +20,6 @@ from typing import Any
 from lightning_cocod.cli.bench import plots, tables
 from lightning_cocod.cli.bench.contenders import contenders, own
 from lightning_cocod.cli.bench.host import Host
-from lightning_cocod.cli.bench.launch import launch
 from lightning_cocod.cli.bench.plan import CEILING, Plan
 from lightning_cocod.cli.bench.statistics import TRANSPORT, Row, rows
 from lightning_cocod.cli.bench.work import WORK
@@ -48,32 +47,25 @@ def main() -> None:
 
 
 def measure(arguments: Sequence[str]) -> None:
-    """Be one rank of a run, or start all of them.
+    """Run the schedule: all ranks of it, or the one that a launcher has started.
 
     Raises:
         InputError: an option is wrong.
+        SystemExit: training alone has failed, so that there is nothing to compare with.
     """
     options = parse(arguments)
-    plan = plan_of(options)
-    if not started_by_launcher():
-        out = options.out or Path("outputs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-        fresh(out)
-        command = [sys.executable, "-m", "lightning_cocod.cli.bench.main", *arguments, "--out", str(out)]
-        sys.exit(launch(command, options.ranks))
-    if options.out is None:
+    plan, launched = plan_of(options), started_by_launcher()
+    if launched and options.out is None:
         raise InputError("ranks that a launcher has started need one folder for their results: --out FOLDER")
-    os.environ["OMP_NUM_THREADS"] = str(plan.threads)  # for the processes to come
-    host = Host(plan, options.out)
-    if host.rank == 0:
-        fresh(options.out)
-        facts = {"ranks": host.ranks, "cpus": len(os.sched_getaffinity(0)), "own": list(own())}
-        (options.out / RUN).write_text(json.dumps({**vars(plan), **facts}, indent=2) + "\n")
-        (options.out / TRIALS).touch()
-    (options.out / "logs").mkdir(parents=True, exist_ok=True)
+    out = options.out or Path("outputs/bench") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    host = Host.of_one(plan, out) if launched else Host.of_all(plan, out, options.ranks)
+    if host.leads:
+        begin(host)
     host.run()
-    if host.rank == 0:
-        conclude(read(options.out), options.out)
-        sys.exit(1 if CEILING in host.failed else 0)
+    if host.leads:
+        conclude(read(out), out)
+        if CEILING in host.failed:
+            sys.exit(f"training alone has failed; what it has printed is in {out / 'logs'}")
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -114,15 +106,18 @@ def read(folder: Path) -> list[Row]:
     return rows(run, [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()])
 
 
-def fresh(out: Path) -> None:
-    """Make the folder.
+def begin(host: Host) -> None:
+    """Write what is to be measured, and where.
 
     Raises:
-        InputError: a run is in it already.
+        InputError: a run is in the folder already.
     """
-    if (out / RUN).exists():
-        raise InputError(f"{out} has the results of a run: give another --out, or remove it")
-    out.mkdir(parents=True, exist_ok=True)
+    if (host.out / RUN).exists():
+        raise InputError(f"{host.out} has the results of a run: give another --out, or remove it")
+    host.out.mkdir(parents=True, exist_ok=True)
+    facts = {"ranks": host.ranks, "cpus": len(os.sched_getaffinity(0)), "own": list(own())}
+    (host.out / RUN).write_text(json.dumps({**vars(host.plan), **facts}, indent=2) + "\n")
+    (host.out / TRIALS).touch()
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -25,6 +25,8 @@ def save(rows: Sequence[Row], folder: Path) -> list[Path]:
         chosen = [r for r in rows if (r.workload, r.ranks) == (workload, ranks) and r.contender not in (CEILING, TRANSPORT)]
         chosen = [row for row in chosen if row.fraction is not None]
         names = list(dict.fromkeys(row.contender for row in chosen))
+        if not names:
+            continue
         figure, (speed, sent, memory) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
         for name in names:
             points = sorted((row for row in chosen if row.contender == name), key=lambda row: row.link_mbit or float("inf"))
