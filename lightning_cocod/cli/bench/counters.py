@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")  # seconds
-TRAINING, COMMUNICATION, OTHERS = "training", "communication", "others"
+TRAINING, COMMUNICATION, HEARTBEAT, OTHERS = KINDS = ("training", "communication", "heartbeat", "others")
 
 
 class Seconds(NamedTuple):
@@ -17,23 +17,25 @@ class Seconds(NamedTuple):
     user: float = 0.0
     system: float = 0.0
 
+    def plus(self, other: Seconds) -> Seconds:
+        """The sum."""
+        return Seconds(self.user + other.user, self.system + other.system)
+
 
 def cpu() -> dict[str, Seconds]:
-    """CPU time so far: of the thread that trains, of our communication thread, and of all others of this process.
+    """CPU time so far by kind of thread: the one that trains, our communication thread, our heartbeat, and all others.
 
-    The others are the transport's, the heartbeat's and torch's own; threads that have ended count among them.
+    The others of this process are the transport's and torch's own; threads that have ended count among them.
     """
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    own = os.times()
-    known = {TRAINING: Seconds(), COMMUNICATION: Seconds()}
+    spent = {kind: Seconds() for kind in (TRAINING, COMMUNICATION, HEARTBEAT)}
     for task in Path("/proc/self/task").iterdir():
-        name = names.get(int(task.name), "")
-        if int(task.name) == os.getpid():
-            known[TRAINING] = _of(task)
-        elif name.startswith("communication of rank"):
-            known[COMMUNICATION] = _of(task)
-    user, system = (sum(part) for part in zip(*known.values(), strict=True))
-    return {**known, OTHERS: Seconds(max(0.0, own.user - user), max(0.0, own.system - system))}
+        kind = TRAINING if int(task.name) == os.getpid() else names.get(int(task.name), "").partition(" ")[0]
+        if kind in spent:
+            spent[kind] = spent[kind].plus(_of(task))
+    all_threads = os.times()
+    user, system = (sum(part) for part in zip(*spent.values(), strict=True))
+    return {**spent, OTHERS: Seconds(max(0.0, all_threads.user - user), max(0.0, all_threads.system - system))}
 
 
 def _of(task: Path) -> Seconds:

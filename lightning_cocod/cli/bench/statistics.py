@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning_cocod.cli.bench.counters import COMMUNICATION, OTHERS, TRAINING
+from lightning_cocod.cli.bench.counters import COMMUNICATION, HEARTBEAT, OTHERS, TRAINING
 from lightning_cocod.cli.bench.host import errors
 from lightning_cocod.cli.bench.meter import Result
 from lightning_cocod.cli.bench.plan import CEILING
@@ -38,6 +38,7 @@ class Row(NamedTuple):
         peak_parameters: the same in units of the parameters.
         training_ms: CPU time of the training thread for each step, program and kernel.
         communication_ms: of our communication thread.
+        heartbeat_ms: of our heartbeat's threads.
         others_ms: of all other threads, among them the transport's.
         machine_ms: CPU time of the whole machine for each step and rank, interrupts included.
         exposed_ms: that training waited for the link in each step, as the strategy itself counts.
@@ -63,6 +64,7 @@ class Row(NamedTuple):
     peak_parameters: float | None = None
     training_ms: float | None = None
     communication_ms: float | None = None
+    heartbeat_ms: float | None = None
     others_ms: float | None = None
     machine_ms: float | None = None
     exposed_ms: float | None = None
@@ -147,6 +149,7 @@ def _with_costs(row: Row, of: Trials) -> Row:
         sent_mb=mean(lambda result: result["sent"]) / sharing / row.period / 1e6,
         training_ms=cpu(TRAINING),
         communication_ms=cpu(COMMUNICATION),
+        heartbeat_ms=cpu(HEARTBEAT),
         others_ms=cpu(OTHERS),
         machine_ms=1e3 * mean(lambda result: result["machine"]) / row.ranks / row.period,
         exposed_ms=mean(lambda result: result["metrics"]["comm/exposed_ms"]) if told else None,

@@ -34,6 +34,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "in parameters": lambda row: _number(2, "+")(row.peak_parameters),
     "CPU training": lambda row: _number(1)(row.training_ms),
     "communication": lambda row: _number(1)(row.communication_ms),
+    "heartbeat": lambda row: _number(1)(row.heartbeat_ms),
     "others": lambda row: _number(1)(row.others_ms),
     "machine": lambda row: _number(1)(row.machine_ms),
     "repeats": lambda row: str(row.repeats),
