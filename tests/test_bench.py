@@ -42,10 +42,10 @@ def schedule_of(seed):
 # Figures
 
 
-def result(seconds, *, peak=100e6, sent=8e6, cpu=(0.0, 0.0, 0.0), device="eth0", **more):
+def result(seconds, *, peak=100e6, sent=8e6, cpu=(0.0, 0.0, 0.0), machine=None, device="eth0", **more):
     kinds = {kind: [0.75 * c, 0.25 * c] for kind, c in zip(counters.KINDS, (*cpu, 0.0), strict=True)}
-    both = {"rounds": [seconds] * 3, "cpu": kinds, "machine": 2 * sum(cpu), "sent": sent, "device": device, "peak": peak}
-    return {**both, "parameters": 10e6, **more}
+    both = {"rounds": [seconds] * 3, "cpu": kinds, "machine": machine or 2 * sum(cpu), "sent": sent, "device": device}
+    return {**both, "peak": peak, "parameters": 10e6, **more}
 
 
 def run(**given):
@@ -60,6 +60,12 @@ def trials(**contenders):
         for name, all_given in contenders.items()
         for repeat, given in enumerate(all_given)
     ]
+
+
+def of_ranks(count, **contenders):
+    """One repeat."""
+    given = trials(**{name: [value] for name, value in contenders.items()})
+    return [{**trial, "ranks": trial["ranks"][:1] * count} for trial in given]
 
 
 def by_name(made):
@@ -83,16 +89,34 @@ def test_one_slow_round_does_not_count_and_ranks_count_by_speed():
 
 
 def test_what_the_transport_leaves_is_the_limit():
-    """It takes 0.1 s of CPU in a round of 2 s: 5 % of a round, and what is lost beyond is ours."""
-    transport = result(1.0, cpu=(0.02, 0.0, 0.08))
-    made = by_name(rows(run(), trials(none=[1.9], cocod=[2.0], ddp=[2.0], transport=[transport])))
+    """It takes 0.1 s of CPU, of which 0.06 s in no thread, in a round of 2 s: 5 %, and what is lost beyond is ours."""
+    transport = result(1.0, cpu=(0.01, 0.0, 0.03), machine=0.2)
+    ddp = result(2.0, sent=32e6)
+    made = by_name(rows(run(), trials(none=[1.9], cocod=[2.0], ddp=[ddp], transport=[transport])))
+    assert made["cocod"].transport_percent == pytest.approx(5.0)
     assert made["cocod"].limit == pytest.approx(0.95)
     assert made["cocod"].target == pytest.approx(0.98 * 0.95)
     assert made["cocod"].own_percent == pytest.approx(0.0)
+    assert made["ddp"].transport_percent == pytest.approx(20.0)  # four times the bytes
+    assert made["ddp"].limit == pytest.approx(1.9 / 4)  # and so of the link
     assert (made["ddp"].target, made["ddp"].own_percent) == (None, None)
     assert made["transport"].fraction is None
-    four = by_name(rows({**run(), "ranks": 4}, trials(none=[1.9], cocod=[2.0], transport=[transport])))
+    wasteful = by_name(rows(run(), trials(none=[1.9], cocod=[ddp], transport=[transport])))
+    assert wasteful["cocod"].limit == pytest.approx(0.95)  # more bytes than needed are ours
+    shared = result(1.0, cpu=(0.01, 0.0, 0.03), machine=0.4)
+    four = by_name(rows({**run(), "ranks": 4}, of_ranks(4, none=1.9, cocod=2.0, transport=shared)))
     assert four["cocod"].limit == pytest.approx(0.9)  # four ranks on two CPUs: each has half of one
+
+
+def test_a_machine_that_others_use_is_told():
+    """They keep half a CPU busy; that is not the transport's."""
+    none = result(2.0, cpu=(1.9, 0.0, 0.0), machine=2 * 1.9 + 1.0)
+    transport = result(1.0, cpu=(0.01, 0.0, 0.03), machine=0.2 + 0.5)
+    made = by_name(rows(run(), trials(none=[none], cocod=[2.0], transport=[transport])))
+    assert made["none"].note == "rough: other processes kept 0.50 of 2 CPUs busy"
+    assert made["cocod"].transport_percent == pytest.approx(5.0)
+    alone = by_name(rows(run(), trials(none=[{**none, "machine": 2 * 1.9 + 0.01}])))
+    assert alone["none"].note == ""
 
 
 def test_a_link_that_is_too_slow_is_the_limit():
@@ -254,7 +278,8 @@ def test_a_run_measures_and_keeps_the_row_of_what_crashes(tmp_path, monkeypatch,
     assert made["torchft_diloco"].note == "crashed: SIGABRT"
     assert made["torchft_diloco"].fraction is None
     measured = [made[name] for name in ("none", "cocod", "ddp")]
-    assert [row.note for row in measured] == [""] * 3
+    assert [row.note for row in measured[1:]] == ["", ""]
+    assert made["none"].note.partition(":")[0] in ("", "rough")  # others may use this machine
     assert all(row.fraction > 0 for row in measured)
     assert made["none"].fraction == 1.0
     parameters = 528_906 * 4 / 1e6

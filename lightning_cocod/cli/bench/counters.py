@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,9 +45,15 @@ def _of(task: Path) -> Seconds:
 
 
 def machine_cpu() -> float:
-    """Seconds so far in which CPUs of this machine were not idle, whatever for, and be it in an interrupt."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:])
-    return (user + nice + system + irq + softirq) * TICK
+    """Seconds so far in which CPUs of this machine were at work, whatever for. Only differences mean something.
+
+    They are those in which the CPUs were not idle: interrupts of an idle machine, in which much of a network's work is done,
+    belong to no thread and escape the samples that are taken of them.
+    """
+    now, (line, *others) = time.monotonic(), Path("/proc/stat").read_text().splitlines()
+    _, _, _, idle, waiting, _, _, stolen, *_ = map(int, line.split()[1:])
+    cpus = sum(other.startswith("cpu") for other in others)
+    return now * cpus - (idle + waiting + stolen) * TICK
 
 
 def peak_memory() -> int:

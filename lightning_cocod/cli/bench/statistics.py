@@ -12,6 +12,7 @@ from lightning_cocod.cli.bench.meter import Result
 from lightning_cocod.cli.bench.plan import CEILING
 
 TRANSPORT = "transport"
+QUIET = 0.02  # of the CPUs: what other processes may take before figures count as rough
 HIDDEN, BOUND = 0.98, 0.95  # of what the transport leaves; of what the link allows where a transfer does not fit
 Trials = Mapping[int, Sequence[Result]]  # repeat → a result of each rank
 
@@ -29,6 +30,7 @@ class Row(NamedTuple):
         fraction: of the ceiling's speed in the same repeat.
         least: the smallest fraction of any repeat.
         most: the largest.
+        transport_percent: of a round: the CPU time that the transport alone takes for the same bytes.
         limit: what the transport leaves of the ceiling's speed.
         target: what a strategy of ours has to reach.
         own_percent: of the ceiling's speed, lost beyond the limit.
@@ -55,6 +57,7 @@ class Row(NamedTuple):
     fraction: float | None = None
     least: float | None = None
     most: float | None = None
+    transport_percent: float | None = None
     limit: float | None = None
     target: float | None = None
     own_percent: float | None = None
@@ -88,19 +91,23 @@ def rows(run: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Ro
         if all("rounds" in result for result in results):
             measured[name][trial["repeat"]] = results
     ceiling, period = measured[CEILING], run["period"]
-    link = Transport.of(measured.get(TRANSPORT, {}), run)
-    made = []
-    for name, of in measured.items():
+    others = busy_with_others(ceiling)
+    if others > QUIET * run["cpus"]:
+        notes[CEILING] = notes[CEILING] or f"rough: other processes kept {others:.2f} of {run['cpus']} CPUs busy"
+    made, link = [], None
+    for name, of in sorted(measured.items(), key=lambda item: item[0] != TRANSPORT):  # first, to judge the others by
         row = Row(run["workload"], run["ranks"], run["link_rate"], period, name, repeats=len(of), note=notes[name])
         if of:
             row = _with_costs(row, of)
+        if of and name == TRANSPORT:
+            link = Transport.of(row, of, others, run)
         if of and name != TRANSPORT:
             row = row._replace(step_ms=1e3 * median(_step(results, period) for results in of.values()))
             row = _beside(row, of, ceiling)
         if link is not None and row.fraction is not None and name != CEILING:
             row = link.judge(row, median(_step(results, period) for results in ceiling.values()), ours=name in run["own"])
         made.append(row)
-    return made
+    return sorted(made, key=lambda row: run["contenders"].index(row.contender))
 
 
 def _step(results: Sequence[Result], period: int) -> float:
@@ -161,40 +168,64 @@ class Transport(NamedTuple):
 
     Attributes:
         seconds: that it takes.
-        cpu: seconds of each rank: all threads, program and kernel.
+        cpu: seconds of each rank: all threads, and what the kernel does for them outside of any thread.
+        sent_mb: by each rank in an all-reduce, divided by the steps of a period.
         capacity: CPUs that a rank has: those it trains on, or its share of the machine where there are fewer.
     """
 
     seconds: float
     cpu: float
+    sent_mb: float
     capacity: float
 
     @classmethod
-    def of(cls, trials: Trials, run: Mapping[str, Any]) -> Transport | None:
-        """From the contender of that name, if it was measured."""
-        if not trials:
-            return None
-        cpu = median(sum(sum(map(sum, r["cpu"].values())) for r in results) / len(results) for results in trials.values())
-        seconds = median(1 / _rounds_per_second(results) for results in trials.values())
-        return cls(seconds, cpu, min(run["threads"], run["cpus"] / run["ranks"]))
-
-    def judge(self, row: Row, alone: float, *, ours: bool) -> Row:
-        """Add what the transport leaves of the ceiling's speed, and for a strategy of ours how near it comes.
-
-        Training and the transport share CPUs, which leaves 1 - the transport's CPU time ÷ round. Where the transfer takes
-        longer than a round of computation, the link decides.
+    def of(cls, row: Row, trials: Trials, others: float, run: Mapping[str, Any]) -> Transport:
+        """From the contender of that name.
 
         Args:
-            row: with its fraction.
+            row: its row, with its costs.
+            trials: its results.
+            others: CPUs that other processes kept busy meanwhile.
+            run: the plan and the machine.
+        """
+        seconds = median(1 / _rounds_per_second(results) for results in trials.values())
+        assert row.machine_ms is not None
+        assert row.sent_mb is not None
+        threads = row.period * sum(ms or 0.0 for ms in (row.training_ms, row.others_ms)) / 1e3
+        machine = row.period * row.machine_ms / 1e3 - others * seconds / row.ranks
+        return cls(seconds, max(threads, machine), row.sent_mb, min(run["threads"], run["cpus"] / run["ranks"]))
+
+    def judge(self, row: Row, alone: float, *, ours: bool) -> Row:
+        """Add what the transport leaves of the ceiling's speed for a row's bytes, and for ours how near it comes.
+
+        Training and the transport share CPUs, which leaves 1 - the transport's CPU time ÷ round. Where the transfer takes
+        longer than a round of computation, the link decides. Ours are allowed the bytes of the parameters once a round.
+
+        Args:
+            row: with its costs and its fraction.
             alone: seconds of the ceiling's step.
             ours: whether it has a target.
         """
         assert row.step_ms is not None
         assert row.fraction is not None
-        by_cpu = 1 - self.cpu / (self.capacity * row.period * row.step_ms / 1e3)
-        by_link = row.period * alone / self.seconds
-        limit = min(by_cpu, by_link)
-        if not ours:
-            return row._replace(limit=limit)
-        target = HIDDEN * by_cpu if by_cpu <= by_link else BOUND * by_link
-        return row._replace(limit=limit, target=target, own_percent=100 * (limit - row.fraction))
+        assert row.sent_mb is not None
+        bytes_ = row.sent_mb / self.sent_mb
+        if ours:
+            bytes_ = min(1.0, bytes_)
+        share = bytes_ * self.cpu / (self.capacity * row.period * row.step_ms / 1e3)
+        by_link = row.period * alone / (bytes_ * self.seconds) if bytes_ > 0 else 1.0
+        limit = min(1 - share, by_link)
+        own = 100 * (limit - row.fraction)
+        row = row._replace(transport_percent=100 * share, limit=limit)
+        target = HIDDEN * (1 - share) if 1 - share <= by_link else BOUND * by_link
+        return row._replace(target=target, own_percent=own) if ours else row
+
+
+def busy_with_others(ceiling: Trials) -> float:
+    """CPUs that other processes kept busy while every rank trained alone: all that the ranks' threads do not account for."""
+    found = []
+    for results in ceiling.values():
+        own = sum(sum(map(sum, result["cpu"].values())) for result in results)
+        machine = sum(result["machine"] for result in results) / len(results)
+        found.append(max(0.0, machine - own) * _rounds_per_second(results))
+    return median(found) if found else 0.0
