@@ -148,6 +148,11 @@ def test_what_crashes_keeps_its_row():
     assert errors([{"error": FOLLOWED}, {"error": FOLLOWED}]) == [FOLLOWED]
 
 
+def test_who_has_sent_nothing_is_told():
+    made = by_name(rows(run(), trials(none=[result(1.0, sent=0.0)], ddp=[result(1.0, sent=1e4)], cocod=[result(1.0)])))
+    assert [bool(made[name].note) for name in ("none", "ddp", "cocod")] == [False, True, False]
+
+
 def test_without_the_ceiling_there_is_no_fraction():
     made = by_name(rows(run(), trials(none=[{"error": "ValueError: no"}], cocod=[1.0])))
     assert (made["cocod"].step_ms, made["cocod"].fraction) == (250.0, None)

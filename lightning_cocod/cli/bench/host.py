@@ -27,7 +27,7 @@ from lightning_cocod.cli.bench.meter import Result
 from lightning_cocod.cli.bench.plan import Entry, Plan, schedule
 
 GRACE = 10.0  # seconds that a rank may go on after another has failed
-LOOK = 0.2  # seconds between two looks at the processes
+LOOK = 0.5  # seconds between two looks at the processes
 FOLLOWED = "ended, as another rank had failed"
 
 _processes = multiprocessing.get_context("forkserver")

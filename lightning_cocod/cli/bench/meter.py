@@ -49,7 +49,7 @@ class Meter:
 
     def _result(self) -> Result:
         cpu = {
-            kind: [(now - before) / self._rounds for now, before in zip(spent, self._cpu[kind], strict=True)]
+            kind: [max(0.0, now - before) / self._rounds for now, before in zip(spent, self._cpu[kind], strict=True)]
             for kind, spent in counters.cpu().items()
         }
         result: Result = {

@@ -13,6 +13,7 @@ from lightning_cocod.cli.bench.plan import CEILING
 
 TRANSPORT = "transport"
 QUIET = 0.02  # of the CPUs: what other processes may take before figures count as rough
+SILENCE = 0.005  # of the parameters' bytes in a round
 HIDDEN, BOUND = 0.98, 0.95  # of what the transport leaves; of what the link allows where a transfer does not fit
 Trials = Mapping[int, Sequence[Result]]  # repeat → a result of each rank
 
@@ -99,6 +100,8 @@ def rows(run: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Ro
         row = Row(run["workload"], run["ranks"], run["link_rate"], period, name, repeats=len(of), note=notes[name])
         if of:
             row = _with_costs(row, of)
+            if name != CEILING and sends_nothing(row, of) and not row.note:
+                row = row._replace(note="has sent nothing in the measured rounds: take more of them")
         if of and name == TRANSPORT:
             link = Transport.of(row, of, others, run)
         if of and name != TRANSPORT:
@@ -161,6 +164,12 @@ def _with_costs(row: Row, of: Trials) -> Row:
         machine_ms=1e3 * mean(lambda result: result["machine"]) / row.ranks / row.period,
         exposed_ms=mean(lambda result: result["metrics"]["comm/exposed_ms"]) if told else None,
     )
+
+
+def sends_nothing(row: Row, of: Trials) -> bool:
+    """Whether a contender has only said that it is there: its bytes are next to none beside the parameters'."""
+    parameters = next(iter(of.values()))[0]["parameters"]
+    return row.sent_mb is not None and row.ranks > 1 and row.sent_mb * row.period * 1e6 < SILENCE * parameters
 
 
 class Transport(NamedTuple):
