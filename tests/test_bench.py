@@ -15,7 +15,7 @@ from lightning_cocod.cli.bench.contenders import contenders
 from lightning_cocod.cli.bench.contenders.torchft import halves
 from lightning_cocod.cli.bench.host import FOLLOWED, errors
 from lightning_cocod.cli.bench.plan import Plan, schedule
-from lightning_cocod.cli.bench.statistics import Row, rows
+from lightning_cocod.cli.bench.statistics import Row, Setting, rows
 from lightning_cocod.cli.bench.work import WORK, Training
 from lightning_cocod.workloads import InputError
 
@@ -42,14 +42,14 @@ def schedule_of(seed):
 # Figures
 
 
-def result(seconds, *, peak=100e6, sent=8e6, cpu=(0.0, 0.0, 0.0), machine=None, device="eth0", **more):
+def result(seconds, *, peak=100e6, sent=8e6, cpu=(0.0, 0.0, 0.0), machine=None, **more):
     kinds = {kind: [0.75 * c, 0.25 * c] for kind, c in zip(counters.KINDS, (*cpu, 0.0), strict=True)}
-    both = {"rounds": [seconds] * 3, "cpu": kinds, "machine": machine or 2 * sum(cpu), "sent": sent, "device": device}
+    both = {"rounds": [seconds] * 3, "cpu": kinds, "machine": machine or 2 * sum(cpu), "sent": sent}
     return {**both, "peak": peak, "parameters": 10e6, **more}
 
 
 def run(**given):
-    facts = {"ranks": 2, "cpus": 2, "own": ["cocod", "local_sgd"]}
+    facts = {"ranks": 2, "cpus": 2, "device": "eth0", "own": ["cocod", "local_sgd"]}
     return {**vars(replace(PLAN, **given)), **facts}
 
 
@@ -132,7 +132,7 @@ def test_costs_are_those_of_a_step_and_a_rank():
     assert (row.peak_mb, row.peak_parameters) == (12.0, 1.2)
     assert (row.training_ms, row.communication_ms, row.exposed_ms) == pytest.approx((400.0, 50.0, 3.0))
     assert row.sent_mb == 2.0
-    loopback = by_name(rows(run(), trials(none=[2.0], cocod=[{**cocod, "device": "lo"}])))["cocod"]
+    loopback = by_name(rows({**run(), "device": "lo"}, trials(none=[2.0], cocod=[cocod])))["cocod"]
     assert loopback.sent_mb == 1.0  # its counter has seen both ranks
 
 
@@ -171,13 +171,13 @@ def test_tables_hold_every_row(made, tmp_path):
     table, text = tables.save(made, tmp_path)
     with table.open() as file:
         read = list(csv.DictReader(file))
-    assert list(read[0]) == list(Row._fields)
+    assert list(read[0]) == [*Setting._fields, *Row._fields[1:]]
     assert [row["contender"] for row in read] == 2 * list(PLAN.contenders)
     assert float(read[2]["fraction"]) == pytest.approx(1 / 1.02)
     lines = text.read_text().splitlines()
     assert [line for line in lines if line.startswith("##")] == [
-        "## tiny, 2 ranks, 200 Mbit/s, period 4",
-        "## tiny, 2 ranks, 50 Mbit/s, period 4",
+        "## tiny, batch 2, 2 ranks, 200 Mbit/s, period 4",
+        "## tiny, batch 2, 2 ranks, 50 Mbit/s, period 4",
     ]
     cells = [line.replace("\\|", "").count("|") for line in lines if line.startswith("|")]
     assert cells == [len(tables.COLUMNS) + 1] * 12
@@ -188,7 +188,7 @@ def test_tables_hold_every_row(made, tmp_path):
 def test_plots(made, tmp_path):
     pytest.importorskip("matplotlib")
     (path,) = plots.save(made, tmp_path)
-    assert path.name == "tiny-2-ranks.svg"
+    assert path.name == "tiny-2-ranks-period-4.svg"
     assert "cocod" in path.read_text()
     assert plots.save([row for row in made if row.contender == "none"], tmp_path) == []
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_cocod.cli.bench import plots, tables
 from lightning_cocod.cli.bench.contenders import contenders, own
+from lightning_cocod.cli.bench.counters import device
 from lightning_cocod.cli.bench.host import Host
 from lightning_cocod.cli.bench.plan import CEILING, Plan
 from lightning_cocod.cli.bench.statistics import TRANSPORT, Row, rows
@@ -115,7 +116,7 @@ def begin(host: Host) -> None:
     if (host.out / RUN).exists():
         raise InputError(f"{host.out} has the results of a run: give another --out, or remove it")
     host.out.mkdir(parents=True, exist_ok=True)
-    facts = {"ranks": host.ranks, "cpus": len(os.sched_getaffinity(0)), "own": list(own())}
+    facts = {"ranks": host.ranks, "cpus": len(os.sched_getaffinity(0)), "device": device(), "own": list(own())}
     (host.out / RUN).write_text(json.dumps({**vars(host.plan), **facts}, indent=2) + "\n")
     (host.out / TRIALS).touch()
 

@@ -23,7 +23,7 @@ class Meter:
         warmup: rounds before.
         rounds: measured ones.
         done: takes the result, all of it a round's: `rounds` (seconds of each), `cpu` (seconds by kind of thread: user,
-            system), `machine` (CPU seconds of the whole machine), `sent` (bytes on `device`), but `peak` (bytes so far).
+            system), `machine` (CPU seconds of the whole machine), `sent` (bytes), but `peak` (bytes so far).
             With an algorithm of ours also `handed` (bytes, to the transport) and its `metrics`.
     """
 
@@ -57,7 +57,6 @@ class Meter:
             "cpu": cpu,
             "machine": (counters.machine_cpu() - self._machine) / self._rounds,
             "sent": (counters.sent(self._device) - self._sent) / self._rounds,
-            "device": self._device,
             "peak": counters.peak_memory(),
         }
         if self.algorithm is not None:

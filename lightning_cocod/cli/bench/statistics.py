@@ -18,14 +18,31 @@ HIDDEN, BOUND = 0.98, 0.95  # of what the transport leaves; of what the link all
 Trials = Mapping[int, Sequence[Result]]  # repeat → a result of each rank
 
 
+class Setting(NamedTuple):
+    """What rows need in common to be compared.
+
+    Attributes:
+        workload: what was trained.
+        batch_size: samples of a rank in a step.
+        ranks: how many.
+        device: of the network; all ranks share a loopback, `lo`.
+        link_mbit: its rate, in Mbit/s; None is unknown or no limit.
+        period: steps of a round.
+    """
+
+    workload: str
+    batch_size: int
+    ranks: int
+    device: str
+    link_mbit: float | None
+    period: int
+
+
 class Row(NamedTuple):
     """A contender in one setting. None where it was not measured; medians are over the repeats.
 
     Attributes:
-        workload: what was trained.
-        ranks: how many.
-        link_mbit: rate of the link, in Mbit/s.
-        period: steps of a round.
+        setting: what was trained, and on what.
         contender: name.
         step_ms: time of a step: of each rank the median over the rounds, of all ranks by the mean of their speeds.
         fraction: of the ceiling's speed in the same repeat.
@@ -49,10 +66,7 @@ class Row(NamedTuple):
         note: what went wrong.
     """
 
-    workload: str
-    ranks: int
-    link_mbit: float | None
-    period: int
+    setting: Setting
     contender: str
     step_ms: float | None = None
     fraction: float | None = None
@@ -80,7 +94,7 @@ def rows(run: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Ro
     """A row for each contender of a run, in the order in which they were asked for.
 
     Args:
-        run: the plan's fields, `ranks`, `cpus` and `own` (names of our strategies).
+        run: the plan's fields, `ranks`, `cpus`, `device` and `own` (names of our strategies).
         trials: as the host wrote them: `repeat`, `contender`, and a result of each of the `ranks`.
     """
     measured: dict[str, dict[int, Sequence[Result]]] = {name: {} for name in run["contenders"]}
@@ -95,9 +109,10 @@ def rows(run: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Ro
     others = busy_with_others(ceiling)
     if others > QUIET * run["cpus"]:
         notes[CEILING] = notes[CEILING] or f"rough: other processes kept {others:.2f} of {run['cpus']} CPUs busy"
+    setting = Setting(*(run[key] for key in ("workload", "batch_size", "ranks", "device", "link_rate", "period")))
     made, link = [], None
     for name, of in sorted(measured.items(), key=lambda item: item[0] != TRANSPORT):  # first, to judge the others by
-        row = Row(run["workload"], run["ranks"], run["link_rate"], period, name, repeats=len(of), note=notes[name])
+        row = Row(setting, name, repeats=len(of), note=notes[name])
         if of:
             row = _with_costs(row, of)
             if name != CEILING and sends_nothing(row, of) and not row.note:
@@ -134,7 +149,8 @@ def _beside(row: Row, of: Trials, ceiling: Trials) -> Row:
         fraction=median(fractions),
         least=min(fractions),
         most=max(fractions),
-        own_ms=1e3 * median(_step(results, row.period) - _step(alone, row.period) for results, alone in pairs),
+        own_ms=1e3
+        * median(_step(results, row.setting.period) - _step(alone, row.setting.period) for results, alone in pairs),
         peak_mb=peak / 1e6,
         peak_parameters=peak / pairs[0][0][0]["parameters"],
     )
@@ -151,17 +167,17 @@ def _with_costs(row: Row, of: Trials) -> Row:
         return median(sum(map(value, results)) / len(results) for results in of.values())
 
     def cpu(kind: str) -> float:
-        return 1e3 * mean(lambda result: sum(result["cpu"][kind])) / row.period
+        return 1e3 * mean(lambda result: sum(result["cpu"][kind])) / row.setting.period
 
-    sharing = row.ranks if any(result["device"] == "lo" for results in of.values() for result in results) else 1
+    sharing = row.setting.ranks if row.setting.device == "lo" else 1
     told = all("metrics" in result for results in of.values() for result in results)
     return row._replace(
-        sent_mb=mean(lambda result: result["sent"]) / sharing / row.period / 1e6,
+        sent_mb=mean(lambda result: result["sent"]) / sharing / row.setting.period / 1e6,
         training_ms=cpu(TRAINING),
         communication_ms=cpu(COMMUNICATION),
         heartbeat_ms=cpu(HEARTBEAT),
         others_ms=cpu(OTHERS),
-        machine_ms=1e3 * mean(lambda result: result["machine"]) / row.ranks / row.period,
+        machine_ms=1e3 * mean(lambda result: result["machine"]) / row.setting.ranks / row.setting.period,
         exposed_ms=mean(lambda result: result["metrics"]["comm/exposed_ms"]) if told else None,
     )
 
@@ -169,7 +185,9 @@ def _with_costs(row: Row, of: Trials) -> Row:
 def sends_nothing(row: Row, of: Trials) -> bool:
     """Whether a contender has only said that it is there: its bytes are next to none beside the parameters'."""
     parameters = next(iter(of.values()))[0]["parameters"]
-    return row.sent_mb is not None and row.ranks > 1 and row.sent_mb * row.period * 1e6 < SILENCE * parameters
+    return (
+        row.sent_mb is not None and row.setting.ranks > 1 and row.sent_mb * row.setting.period * 1e6 < SILENCE * parameters
+    )
 
 
 class Transport(NamedTuple):
@@ -200,8 +218,8 @@ class Transport(NamedTuple):
         seconds = median(1 / _rounds_per_second(results) for results in trials.values())
         assert row.machine_ms is not None
         assert row.sent_mb is not None
-        threads = row.period * sum(ms or 0.0 for ms in (row.training_ms, row.others_ms)) / 1e3
-        machine = row.period * row.machine_ms / 1e3 - others * seconds / row.ranks
+        threads = row.setting.period * sum(ms or 0.0 for ms in (row.training_ms, row.others_ms)) / 1e3
+        machine = row.setting.period * row.machine_ms / 1e3 - others * seconds / row.setting.ranks
         return cls(seconds, max(threads, machine), row.sent_mb, min(run["threads"], run["cpus"] / run["ranks"]))
 
     def judge(self, row: Row, alone: float, *, ours: bool) -> Row:
@@ -221,8 +239,8 @@ class Transport(NamedTuple):
         bytes_ = row.sent_mb / self.sent_mb
         if ours:
             bytes_ = min(1.0, bytes_)
-        share = bytes_ * self.cpu / (self.capacity * row.period * row.step_ms / 1e3)
-        by_link = row.period * alone / (bytes_ * self.seconds) if bytes_ > 0 else 1.0
+        share = bytes_ * self.cpu / (self.capacity * row.setting.period * row.step_ms / 1e3)
+        by_link = row.setting.period * alone / (bytes_ * self.seconds) if bytes_ > 0 else 1.0
         limit = min(1 - share, by_link)
         own = 100 * (limit - row.fraction)
         row = row._replace(transport_percent=100 * share, limit=limit)

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_cocod.cli.bench.statistics import Row
+from lightning_cocod.cli.bench.statistics import Row, Setting
 
 
 def _number(digits: int, sign: str = "") -> Callable[[Any], str]:
@@ -44,34 +44,36 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 """Heading → text of a row."""
 
 
-def setting(row: Row) -> str:
-    """What rows of one table have in common."""
-    link = "link as it is" if row.link_mbit is None else f"{row.link_mbit:g} Mbit/s"
-    return f"{row.workload}, {row.ranks} ranks, {link}, period {row.period}"
+def title(setting: Setting) -> str:
+    """A setting in words."""
+    link = "network as it is" if setting.link_mbit is None else f"{setting.link_mbit:g} Mbit/s"
+    shared = " shared by all" if setting.device == "lo" else ""
+    trained = f"{setting.workload}, batch {setting.batch_size}"
+    return f"{trained}, {setting.ranks} ranks, {link}{shared}, period {setting.period}"
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table for each setting, under a heading that names it."""
     parts = []
-    for name, group in groupby(rows, setting):
+    for setting, group in groupby(rows, lambda row: row.setting):
         head = list(COLUMNS)
         lines = [head, ["---", *["---:"] * (len(head) - 2), "---"]]
         lines += [[text(row).replace("|", "\\|") for text in COLUMNS.values()] for row in group]
-        parts.append(f"## {name}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n")
+        parts.append(f"## {title(setting)}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n")
     return "\n".join(parts)
 
 
 def plain(rows: Sequence[Row]) -> str:
     """For the terminal."""
     parts = []
-    for name, group in groupby(rows, setting):
+    for setting, group in groupby(rows, lambda row: row.setting):
         lines = [list(COLUMNS), *([text(row) for text in COLUMNS.values()] for row in group)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         padded = (
             "  ".join(f"{cell:<{width}}" if at in (0, len(widths) - 1) else f"{cell:>{width}}" for at, (cell, width) in row)
             for row in (list(enumerate(zip(cells, widths, strict=True))) for cells in lines)
         )
-        parts.append(f"{name}\n" + "\n".join(line.rstrip() for line in padded) + "\n")
+        parts.append(f"{title(setting)}\n" + "\n".join(line.rstrip() for line in padded) + "\n")
     return "\n".join(parts)
 
 
@@ -80,7 +82,7 @@ def save(rows: Sequence[Row], folder: Path) -> list[Path]:
     table, text = folder / "table.csv", folder / "table.md"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        writer.writerows(rows)
+        writer.writerow([*Setting._fields, *Row._fields[1:]])
+        writer.writerows([*row.setting, *row[1:]] for row in rows)
     text.write_text(markdown(rows))
     return [table, text]
