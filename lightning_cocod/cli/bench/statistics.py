@@ -140,6 +140,7 @@ def _rounds_per_second(results: Sequence[Result]) -> float:
 
 def _beside(row: Row, of: Trials, ceiling: Trials) -> Row:
     """Beside the ceiling of the same repeat: machines change with time."""
+    period = row.setting.period
     pairs = [(results, ceiling[repeat]) for repeat, results in of.items() if repeat in ceiling]
     if not pairs:
         return row
@@ -149,8 +150,7 @@ def _beside(row: Row, of: Trials, ceiling: Trials) -> Row:
         fraction=median(fractions),
         least=min(fractions),
         most=max(fractions),
-        own_ms=1e3
-        * median(_step(results, row.setting.period) - _step(alone, row.setting.period) for results, alone in pairs),
+        own_ms=1e3 * median(_step(results, period) - _step(alone, period) for results, alone in pairs),
         peak_mb=peak / 1e6,
         peak_parameters=peak / pairs[0][0][0]["parameters"],
     )
