@@ -47,7 +47,7 @@ WORK = {
     "huge": Work(partial(nn.Linear, 10_000, 10_000), _numbers(10_000), 10_000, batch_size=4, period=8),
     "tiny": Work(_mlp, _numbers(256), 10, batch_size=16, period=8),
 }
-"""By name. One tensor of `vgg16` and the one of `huge` have 400 MB; a step of `tiny` takes a few milliseconds, much of it the Trainer's."""
+"""By name. One tensor of `vgg16` and the one of `huge` have 400 MB; in steps of `tiny` much time is the Trainer's."""
 
 
 class Training(L.LightningModule):
