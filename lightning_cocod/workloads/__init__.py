@@ -5,6 +5,7 @@ from lightning_cocod.workloads.classifier import ImageClassifier
 from lightning_cocod.workloads.datamodule import ImageDataModule
 from lightning_cocod.workloads.digits import DigitsDataModule
 from lightning_cocod.workloads.errors import InputError
+from lightning_cocod.workloads.gpt import gpt
 from lightning_cocod.workloads.image_folder import ImageFolderDataModule
 from lightning_cocod.workloads.models import resnet18, resnet50, vgg16
 from lightning_cocod.workloads.resnet20 import resnet20
@@ -18,6 +19,7 @@ __all__ = [
     "ImageFolderDataModule",
     "InputError",
     "SyntheticDataModule",
+    "gpt",
     "resnet18",
     "resnet20",
     "resnet50",

@@ -1,0 +1,40 @@
+"""Who can be measured. A contender is a function of the job: it makes whatever it needs and calls `job.fit`.
+
+Libraries that a contender needs are imported when it trains, so what is not installed costs its row and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning_cocod import strategies
+from lightning_cocod.cli.bench.contenders import hivemind, local, ours, torch_ddp, torchft, transport
+
+if TYPE_CHECKING:
+    from lightning_cocod.cli.bench.job import Job
+
+Contender = Callable[["Job"], None]
+
+
+def contenders() -> dict[str, Contender]:
+    """All of them by name; every strategy of the package is one."""
+    return {
+        "none": local.alone,
+        "transport": transport.transport,
+        "bare": transport.bare,
+        **own(),
+        "ddp": torch_ddp.ddp,
+        "ddp_bf16": torch_ddp.ddp_bf16,
+        "ddp_fp16": torch_ddp.ddp_fp16,
+        "post_local_sgd": local.post_local_sgd,
+        "torchft_local_sgd": torchft.local_sgd,
+        "torchft_diloco": torchft.diloco,
+        "torchft_streaming_diloco": torchft.streaming_diloco,
+        "hivemind": hivemind.hivemind,
+    }
+
+
+def own() -> dict[str, Contender]:
+    """The strategies of this package, as they are registered now."""
+    return {strategy.registered_name: ours.contender(strategy) for strategy in strategies.STRATEGIES}

@@ -1,0 +1,297 @@
+"""cocod-bench: the order of trainings, figures from canned results, tables, one real run in which a contender crashes."""
+
+import csv
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from lightning_cocod import CoCoDStrategy, strategies
+from lightning_cocod.cli.bench import counters, main, plots, tables
+from lightning_cocod.cli.bench.contenders import contenders
+from lightning_cocod.cli.bench.contenders.torchft import halves
+from lightning_cocod.cli.bench.host import FOLLOWED, errors
+from lightning_cocod.cli.bench.plan import Plan, schedule
+from lightning_cocod.cli.bench.statistics import Row, Setting, rows
+from lightning_cocod.cli.bench.work import WORK, Training
+from lightning_cocod.workloads import InputError
+
+PLAN = Plan("tiny", ("none", "transport", "cocod", "ddp"), period=4, batch_size=2, repeats=3)
+
+
+# The order
+
+
+def test_every_contender_has_one_turn_in_every_repeat_in_changing_order():
+    entries = schedule(PLAN)
+    orders = [tuple(entry.contender for entry in entries if entry.repeat == repeat) for repeat in range(3)]
+    assert [entry.repeat for entry in entries] == sorted(entry.repeat for entry in entries)
+    assert all(Counter(order) == Counter(PLAN.contenders) for order in orders)
+    assert len({schedule_of(seed) for seed in range(20)}) > 10  # the seed decides
+    assert schedule_of(7) == schedule_of(7)
+    assert len(set(orders)) > 1
+
+
+def schedule_of(seed):
+    return tuple(schedule(replace(PLAN, seed=seed)))
+
+
+# Figures
+
+
+def result(seconds, *, peak=100e6, sent=8e6, cpu=(0.0, 0.0, 0.0), machine=None, **more):
+    kinds = {kind: [0.75 * c, 0.25 * c] for kind, c in zip(counters.KINDS, (*cpu, 0.0), strict=True)}
+    both = {"rounds": [seconds] * 3, "cpu": kinds, "machine": machine or 2 * sum(cpu), "sent": sent}
+    return {**both, "peak": peak, "parameters": 10e6, **more}
+
+
+def run(**given):
+    facts = {"ranks": 2, "cpus": 2, "device": "eth0", "own": ["cocod", "local_sgd"]}
+    return {**vars(replace(PLAN, **given)), **facts}
+
+
+def trials(**contenders):
+    """One trial for each contender and repeat; seconds of a round, or results of both ranks."""
+    return [
+        {"repeat": repeat, "contender": name, "ranks": [given] * 2 if isinstance(given, dict) else [result(given)] * 2}
+        for name, all_given in contenders.items()
+        for repeat, given in enumerate(all_given)
+    ]
+
+
+def of_ranks(count, **contenders):
+    """One repeat."""
+    given = trials(**{name: [value] for name, value in contenders.items()})
+    return [{**trial, "ranks": trial["ranks"][:1] * count} for trial in given]
+
+
+def by_name(made):
+    return {row.contender: row for row in made}
+
+
+def test_a_fraction_is_that_of_the_same_repeat():
+    """The machine becomes twice as slow in the second repeat, and nobody's fraction changes."""
+    made = by_name(rows(run(), trials(none=[1.0, 2.0, 1.0], cocod=[1.25, 2.5, 1.25], ddp=[4.0, 8.0, 5.0])))
+    assert (made["cocod"].fraction, made["cocod"].least, made["cocod"].most) == (0.8, 0.8, 0.8)
+    assert (made["ddp"].fraction, made["ddp"].least, made["ddp"].most) == (0.25, 0.2, 0.25)
+    assert made["none"].step_ms == 250.0
+    wrong = 1.0 / 1.25, 1.0 / 2.5  # of the ceiling's median instead
+    assert max(wrong) - min(wrong) > 0.3
+
+
+def test_one_slow_round_does_not_count_and_ranks_count_by_speed():
+    slow = {**result(1.0), "rounds": [1.0, 1.0, 30.0]}
+    given = [{"repeat": 0, "contender": "none", "ranks": [slow, {**result(3.0)}]}]
+    assert by_name(rows(run(), given))["none"].step_ms == pytest.approx(1e3 / 4 / ((1 + 1 / 3) / 2))
+
+
+def test_what_the_transport_leaves_is_the_limit():
+    """It takes 0.1 s of CPU, of which 0.06 s in no thread, in a round of 2 s: 5 %, and what is lost beyond is ours."""
+    transport = result(1.0, cpu=(0.01, 0.0, 0.03), machine=0.2)
+    ddp = result(2.0, sent=32e6)
+    made = by_name(rows(run(), trials(none=[1.9], cocod=[2.0], ddp=[ddp], transport=[transport])))
+    assert made["cocod"].transport_percent == pytest.approx(5.0)
+    assert made["cocod"].limit == pytest.approx(0.95)
+    assert made["cocod"].target == pytest.approx(0.98 * 0.95)
+    assert made["cocod"].own_percent == pytest.approx(0.0)
+    assert made["ddp"].transport_percent == pytest.approx(20.0)  # four times the bytes
+    assert made["ddp"].limit == pytest.approx(1.9 / 4)  # and so of the link
+    assert (made["ddp"].target, made["ddp"].own_percent) == (None, None)
+    assert made["transport"].fraction is None
+    wasteful = by_name(rows(run(), trials(none=[1.9], cocod=[ddp], transport=[transport])))
+    assert wasteful["cocod"].limit == pytest.approx(0.95)  # more bytes than needed are ours
+    shared = result(1.0, cpu=(0.01, 0.0, 0.03), machine=0.4)
+    four = by_name(rows({**run(), "ranks": 4}, of_ranks(4, none=1.9, cocod=2.0, transport=shared)))
+    assert four["cocod"].limit == pytest.approx(0.9)  # four ranks on two CPUs: each has half of one
+
+
+def test_a_machine_that_others_use_is_told():
+    """They keep half a CPU busy; that is not the transport's."""
+    none = result(2.0, cpu=(1.9, 0.0, 0.0), machine=2 * 1.9 + 1.0)
+    transport = result(1.0, cpu=(0.01, 0.0, 0.03), machine=0.2 + 0.5)
+    made = by_name(rows(run(), trials(none=[none], cocod=[2.0], transport=[transport])))
+    assert made["none"].note == "rough: other processes kept 0.50 of 2 CPUs busy"
+    assert made["cocod"].transport_percent == pytest.approx(5.0)
+    alone = by_name(rows(run(), trials(none=[{**none, "machine": 2 * 1.9 + 0.01}])))
+    assert alone["none"].note == ""
+
+
+def test_a_link_that_is_too_slow_is_the_limit():
+    made = by_name(rows(run(), trials(none=[1.0], cocod=[4.4], transport=[result(4.0, cpu=(0.0, 0.0, 0.1))])))
+    assert made["cocod"].limit == pytest.approx(0.25)
+    assert made["cocod"].target == pytest.approx(0.95 * 0.25)
+    assert made["cocod"].fraction < made["cocod"].target
+
+
+def test_costs_are_those_of_a_step_and_a_rank():
+    cocod = result(2.0, peak=112e6, cpu=(1.6, 0.2, 0.04), metrics={"comm/exposed_ms": 3.0})
+    row = by_name(rows(run(), trials(none=[2.0], cocod=[cocod])))["cocod"]
+    assert (row.peak_mb, row.peak_parameters) == (12.0, 1.2)
+    assert (row.training_ms, row.communication_ms, row.exposed_ms) == pytest.approx((400.0, 50.0, 3.0))
+    assert row.sent_mb == 2.0
+    loopback = by_name(rows({**run(), "device": "lo"}, trials(none=[2.0], cocod=[cocod])))["cocod"]
+    assert loopback.sent_mb == 1.0  # its counter has seen both ranks
+
+
+def test_what_crashes_keeps_its_row():
+    bad = {"error": "crashed: SIGABRT"}
+    given = trials(none=[1.0, 1.0], cocod=[1.0, 1.0], ddp=[2.0])
+    given += [{"repeat": 1, "contender": "ddp", "ranks": [{"error": FOLLOWED}, bad]}]
+    given += [{"repeat": 0, "contender": "transport", "ranks": [bad, bad]}]
+    made = by_name(rows(run(), given))
+    assert (made["ddp"].repeats, made["ddp"].fraction, made["ddp"].note) == (1, 0.5, "crashed: SIGABRT")
+    assert (made["transport"].repeats, made["transport"].step_ms) == (0, None)
+    assert (made["cocod"].repeats, made["cocod"].note, made["cocod"].limit) == (2, "", None)
+    assert errors([{"error": FOLLOWED}, {"error": FOLLOWED}]) == [FOLLOWED]
+
+
+def test_who_has_sent_nothing_is_told():
+    made = by_name(rows(run(), trials(none=[result(1.0, sent=0.0)], ddp=[result(1.0, sent=1e4)], cocod=[result(1.0)])))
+    assert [bool(made[name].note) for name in ("none", "ddp", "cocod")] == [False, True, False]
+
+
+def test_without_the_ceiling_there_is_no_fraction():
+    made = by_name(rows(run(), trials(none=[{"error": "ValueError: no"}], cocod=[1.0])))
+    assert (made["cocod"].step_ms, made["cocod"].fraction) == (250.0, None)
+
+
+# Tables and plots
+
+
+@pytest.fixture
+def made():
+    given = trials(none=[1.0], cocod=[1.02], ddp=[{"error": "RuntimeError: a | b"}])
+    return [*rows(run(link_rate=200.0), given), *rows(run(link_rate=50.0), given)]
+
+
+def test_tables_hold_every_row(made, tmp_path):
+    table, text = tables.save(made, tmp_path)
+    with table.open() as file:
+        read = list(csv.DictReader(file))
+    assert list(read[0]) == [*Setting._fields, *Row._fields[1:]]
+    assert [row["contender"] for row in read] == 2 * list(PLAN.contenders)
+    assert float(read[2]["fraction"]) == pytest.approx(1 / 1.02)
+    lines = text.read_text().splitlines()
+    assert [line for line in lines if line.startswith("##")] == [
+        "## tiny, batch 2, 2 ranks, 200 Mbit/s, period 4",
+        "## tiny, batch 2, 2 ranks, 50 Mbit/s, period 4",
+    ]
+    cells = [line.replace("\\|", "").count("|") for line in lines if line.startswith("|")]
+    assert cells == [len(tables.COLUMNS) + 1] * 12
+    assert "RuntimeError: a \\| b" in text.read_text()
+    assert "0.980 (0.980–0.980)" in tables.plain(made)
+
+
+def test_plots(made, tmp_path):
+    pytest.importorskip("matplotlib")
+    (path,) = plots.save(made, tmp_path)
+    assert path.name == "tiny-2-ranks-period-4.svg"
+    assert "cocod" in path.read_text()
+    assert plots.save([row for row in made if row.contender == "none"], tmp_path) == []
+
+
+def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    main.conclude(made, tmp_path)
+    assert "pip install 'lightning-cocod[bench]'" in capsys.readouterr().out
+    assert (tmp_path / "table.md").exists()
+
+
+def test_runs_are_joined(tmp_path, monkeypatch, capsys):
+    for rate in (50.0, 200.0):
+        folder = tmp_path / f"{rate:g}"
+        folder.mkdir()
+        (folder / main.RUN).write_text(json.dumps(run(link_rate=rate)))
+        lines = [json.dumps(trial) for trial in trials(none=[1.0], cocod=[1.25])]
+        (folder / main.TRIALS).write_text("\n".join(lines))
+    main.report([str(tmp_path / "50"), str(tmp_path / "200"), "--out", str(tmp_path / "all")])
+    assert (tmp_path / "all" / "table.md").read_text().count("| cocod | 312.50 | 0.800") == 2
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["cocod-bench", "report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert "has no run.json" in capsys.readouterr().err
+
+
+# What can be measured
+
+
+def test_a_strategy_that_is_registered_later_is_a_contender(monkeypatch):
+    class Later(CoCoDStrategy):
+        registered_name = "later"
+
+    assert {strategy.registered_name for strategy in strategies.STRATEGIES} <= set(contenders())
+    assert "later" not in contenders()
+    monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, Later))
+    assert "later" in contenders()
+    assert "later" in main.plan_of(main.parse([])).contenders
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--contenders none,coco", "there is no 'coco'"),
+        ("--period 0", "--period must be positive, got 0"),
+        ("--repeats -1", "--repeats must be positive"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(line, says):
+    with pytest.raises(InputError, match=says):
+        main.plan_of(main.parse(line.split()))
+
+
+def test_the_ceiling_is_always_there():
+    assert main.plan_of(main.parse(["--contenders", "ddp"])).contenders == ("none", "ddp")
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt", "resnet18"])
+def test_a_workload_trains(name):
+    module = Training(WORK[name], batch_size=2)
+    (optimizer,) = [module.configure_optimizers()]
+    before = module.training_step(module.batch, 0)
+    before.backward()
+    optimizer.step()
+    assert math.isfinite(before.item())
+    parameters = list(module.parameters())
+    assert all(p.grad is not None for p in parameters)
+    cut = [p for part in halves(module.model) for p in part.parameters()]
+    assert {id(p) for p in cut} == {id(p) for p in parameters}
+    assert len(cut) == len(parameters)
+
+
+# A real run
+
+
+@pytest.mark.timeout(150)
+def test_a_run_measures_and_keeps_the_row_of_what_crashes(tmp_path, monkeypatch, capsys):
+    """Training, communicating or not, and a library that this environment is told not to have."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set by the run, so put back
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    broken = tmp_path / "path" / "torchft"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("import os; os.abort()")
+    monkeypatch.syspath_prepend(str(broken.parent))
+    out = tmp_path / "out"
+    options = "--workload tiny --period 4 --rounds 2 --repeats 1 --limit 60 --contenders transport,cocod,ddp,torchft_diloco"
+    main.measure([*options.split(), "--out", str(out)])
+    made = by_name(main.read(out))
+    assert list(made) == ["none", "transport", "cocod", "ddp", "torchft_diloco"]
+    assert made["torchft_diloco"].note == "crashed: SIGABRT"
+    assert made["torchft_diloco"].fraction is None
+    measured = [made[name] for name in ("none", "cocod", "ddp")]
+    assert [row.note for row in measured[1:]] == ["", ""]
+    assert made["none"].note.partition(":")[0] in ("", "rough")  # others may use this machine
+    assert all(row.fraction > 0 for row in measured)
+    assert made["none"].fraction == 1.0
+    parameters = 528_906 * 4 / 1e6
+    assert made["cocod"].sent_mb > parameters / 4  # at least: others may use this loopback as well
+    assert made["ddp"].sent_mb > parameters
+    assert made["cocod"].limit < 1
+    assert made["cocod"].exposed_ms is not None
+    assert "torchft_diloco" in capsys.readouterr().out
+    with pytest.raises(InputError, match="has the results of a run"):
+        main.measure([*options.split(), "--out", str(out)])
