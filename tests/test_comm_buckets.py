@@ -183,10 +183,11 @@ def test_without_a_cap_a_bucket_is_a_hundredth_of_the_whole_within_limits():
     def largest(*sizes):
         return max(flat.nbytes for flat in Layout([torch.empty(n) for n in sizes]).buffer().buckets)
 
-    assert largest(50_000, 1_800_000, 150_000) == 4 * 20_000
-    assert largest(10_000_000) == 4 * 100_000
+    assert largest(500_000, 18_000_000, 1_500_000) == 4 * 200_000
+    assert largest(10_000_000) == 512 << 10
     assert largest(1000) == 4000
-    assert largest(100_000) == 64 << 10
+    assert largest(200_000) == 512 << 10
+    assert largest(200_000_000) == 4 << 20
 
 
 def test_overlapping_tensors_are_refused_when_written():

@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from lightning_cocod.comm import (
     NonFiniteMessage,
     PeerLost,
     Subject,
+    buckets,
     collectives,
     communicator,
 )
@@ -47,10 +49,12 @@ def about(kind="round", step=0, **options):
 
 @contextmanager
 def communicating(**options):
+    """With small buckets, so that there are many."""
     communicator = Communicator(**options)
     communicator.start()
     try:
-        yield communicator
+        with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 64 << 10):
+            yield communicator
     except BaseException as error:
         communicator.abort(error)
         raise
@@ -572,7 +576,7 @@ def stay_until_all_know(rank, n, folder):
 def one_dies(rank, n, victim, when, folder):
     c = Communicator(timeout=60, grace=LIMIT)
     c.start()
-    x = torch.ones(500_000)
+    x = torch.ones(4_000_000)  # many buckets
     if rank == victim:
         if when == "leaving":
             os._exit(0)

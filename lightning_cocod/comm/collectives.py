@@ -122,7 +122,7 @@ class Mean(_InPlace):
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
-        return None if self._distances is None else _together(self._distances)
+        return None if self._distances is None else _norm(self._distances)
 
 
 class Broadcast(_InPlace):
@@ -214,7 +214,7 @@ def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 def norm(collective: Collective) -> Tensor:
     """Euclidean norm of what the collective's tensors hold now: a number on their device, NaN or infinite if they are."""
-    return _together([_norm(c) for c in map(collective.contents, range(len(collective.layout))) if c])
+    return _norm([t for bucket in range(len(collective.layout)) for t in collective.contents(bucket)])
 
 
 def is_finite(collective: Collective, size: Tensor) -> bool:
@@ -224,16 +224,16 @@ def is_finite(collective: Collective, size: Tensor) -> bool:
     return all(bool(t.isfinite().all()) for b in range(len(collective.layout)) for t in collective.contents(b))
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """Norm over tensors of one dtype and device, in float64."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    parts = torch.stack(torch._foreach_norm(tensors, 2, dtype))
-    total: Tensor = torch.linalg.vector_norm(parts.to(torch.float64))
-    return total
-
-
-def _together(norms: list[Tensor]) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Norm over tensors of one device, in float64. All at once: a call for each costs more than the arithmetic."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    parts = [
+        torch.stack(torch._foreach_norm(like, 2, torch.promote_types(dtype, torch.float32))).double()
+        for dtype, like in kinds.items()
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float64)
     return total
 
 
