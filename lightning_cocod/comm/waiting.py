@@ -24,7 +24,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup, over: threading.Eve
         GivenUp: communication was over before the operation was.
     """
     assert work is not None  # every rank is a member of the group
-    if dist.get_backend(group) != "nccl":
+    if dist.get_backend(group) != "nccl" and not work.is_completed():
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         while not done.wait(_PATIENCE):
