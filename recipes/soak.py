@@ -7,7 +7,7 @@ is one of
 
 * kill: a rank is killed (-9);
 * stop: a rank is suspended for good; its peers notice when its heartbeat stays away for ``timeout`` (4 s);
-* outage: a rank is cut off for 3 s, less than the timeout, and comes back.
+* outage: a rank is suspended for 3 s, less than the timeout, and comes back, as after an outage of its link.
 
 Reported are the faults survived, the steps that had to be done again, the seconds that a fault of each kind costs, and the
 throughput kept: steps per second in storms over those in calms. A step that is done again must give the same weights as

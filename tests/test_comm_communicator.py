@@ -590,7 +590,7 @@ def one_dies(rank, n, victim, when, folder):
 
 @pytest.mark.parametrize(("when", "victim"), [("sending", 1), ("reducing", 2), ("leaving", 0)], ids=lambda v: str(v))
 def test_a_rank_that_dies_is_named_by_all_others_although_the_timeout_is_long(when, victim, tmp_path):
-    outcomes = run_ranks_raw(one_dies, 3, victim, when, str(tmp_path), timeout=60, grace=40)
+    outcomes = run_ranks_raw(one_dies, 4, victim, when, str(tmp_path), timeout=60, grace=40)  # one is no neighbour of it
     assert outcomes[victim].status == "died"
     assert outcomes[victim].exitcode == (0 if when == "leaving" else -signal.SIGKILL)
     for outcome in outcomes:

@@ -24,9 +24,11 @@ SCRIPT = """
     import os, sys
     sys.path.insert(0, {tests!r})
     from pathlib import Path
+    import psutil
     from lightning.pytorch.callbacks import Callback
     from support.faults import Faulty
-    from support.toys import loader, trainer
+    from support.toys import dataset, trainer
+    from torch.utils.data import DataLoader
     from lightning_cocod import CoCoDStrategy
 
     class Writes(Callback):
@@ -35,6 +37,8 @@ SCRIPT = """
 
         def on_train_batch_start(self, trainer, *_):
             if trainer.global_step == 2:
+                children = psutil.Process().children(recursive=True)  # the workers of the loader
+                Path(f"children{{trainer.global_rank}}").write_text(" ".join(str(child.pid) for child in children))
                 Path(f"trains{{trainer.global_rank}}").touch()
 
     if __name__ == "__main__":
@@ -42,7 +46,8 @@ SCRIPT = """
         strategy = CoCoDStrategy(timeout=4, start_method=method)
         model = Faulty(what, "between rounds", eval(who))
         try:
-            trainer(strategy, 2, max_epochs=100_000, callbacks=[Writes()]).fit(model, loader())
+            data = DataLoader(dataset(), batch_size=8, num_workers=1, persistent_workers=True)
+            trainer(strategy, 2, max_epochs=100_000, callbacks=[Writes()]).fit(model, data)
         except BaseException as error:
             code = error.code if isinstance(error, SystemExit) else 1
             Path(f"code{{os.environ.get('LOCAL_RANK', '')}}").write_text(str(code))
@@ -66,7 +71,9 @@ def launch(tmp_path):
     yield launch
     pids = [int(file.read_text()) for file in tmp_path.glob("pid*")]
     assert len(pids) == 2
-    assert gone(pids)
+    workers = [int(pid) for file in tmp_path.glob("children*") for pid in file.read_text().split()]
+    assert len(workers) >= 2
+    assert gone(pids + workers)
     assert not_in_shared_memory(pids)
 
 
@@ -106,12 +113,15 @@ def test_rank_0_that_leaves_under_lightnings_launcher_takes_its_children_along(l
     assert "PeerLost: rank 0" in output
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", METHODS)
 def test_sigterm_at_one_rank_is_no_success_of_any(launcher, launch, tmp_path):
     _, code = end(launch(launcher, "is terminated"))
     codes = {file.name: file.read_text() for file in tmp_path.glob("code*")}
     if launcher == "spawn":  # the ranks' codes are the launcher's to read
         assert code == TERMINATED
+    elif launcher == "popen":  # rank 0 is the script
+        assert code == TERMINATED
+        assert codes["code1"] == str(TERMINATED)
     else:
         assert code != 0
         assert codes == {"code0": str(TERMINATED), "code1": str(TERMINATED)}
@@ -128,9 +138,10 @@ def test_sigterm_at_the_script_reaches_all_its_ranks_and_is_no_success(launch, t
     assert (tmp_path / "code1").read_text() == str(TERMINATED)
 
 
-def test_spawned_ranks_that_are_all_interrupted_do_not_leave_their_launcher_waiting(launch):
-    """torch takes an interrupted rank for one that has finished, and Lightning would wait for its result."""
-    output, code = end(launch("spawn", "is interrupted", None))
+@pytest.mark.parametrize("launcher", METHODS)
+def test_interrupting_all_ranks_is_no_success_and_leaves_nobody_waiting(launcher, launch):
+    """Under spawn torch takes an interrupted rank for one that has finished, and Lightning would wait for its result."""
+    output, code = end(launch(launcher, "is interrupted", None))
     assert code != 0, output
 
 
