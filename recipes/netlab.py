@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from lab import Lab, Link, NotPermitted, Ranks, SharedLoopback, checked, missing
@@ -143,8 +144,9 @@ def echo(rank: int, process: subprocess.Popen[str]) -> threading.Thread:
     def copy() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.write(f"[{rank}] {line}")
-            sys.stdout.flush()
+            with suppress(BrokenPipeError):  # nobody reads any more: the rank must not wait for that
+                sys.stdout.write(f"[{rank}] {line}")
+                sys.stdout.flush()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()

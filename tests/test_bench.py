@@ -206,7 +206,7 @@ def test_runs_are_joined(tmp_path, monkeypatch, capsys):
         folder.mkdir()
         (folder / main.RUN).write_text(json.dumps(run(link_rate=rate)))
         lines = [json.dumps(trial) for trial in trials(none=[1.0], cocod=[1.25])]
-        (folder / main.TRIALS).write_text("\n".join(lines))
+        (folder / main.TRIALS).write_text("\n".join([*lines, lines[0][:20]]))  # killed while it wrote
     main.report([str(tmp_path / "50"), str(tmp_path / "200"), "--out", str(tmp_path / "all")])
     assert (tmp_path / "all" / "table.md").read_text().count("| cocod | 312.50 | 0.800") == 2
     capsys.readouterr()
@@ -215,6 +215,17 @@ def test_runs_are_joined(tmp_path, monkeypatch, capsys):
         main.main()
     assert ended.value.code == 2
     assert "has no run.json" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_runs_is_named(tmp_path):
+    (tmp_path / main.RUN).write_text("{}")
+    with pytest.raises(InputError, match="cannot be read as a run of cocod-bench: FileNotFoundError"):
+        main.read(tmp_path)
+    (tmp_path / main.TRIALS).write_text('{"contender": "none"}\n')
+    with pytest.raises(InputError, match="cannot be read as a run of cocod-bench: KeyError"):
+        main.read(tmp_path)
+    with pytest.raises(InputError, match=r"run\.json: File exists"):
+        main.make(tmp_path / main.RUN)
 
 
 # What can be measured
@@ -237,6 +248,8 @@ def test_a_strategy_that_is_registered_later_is_a_contender(monkeypatch):
         ("--contenders none,coco", "there is no 'coco'"),
         ("--period 0", "--period must be positive, got 0"),
         ("--repeats -1", "--repeats must be positive"),
+        ("--limit inf", "--limit must be positive"),
+        ("--link-rate nan", "--link-rate must be positive"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(line, says):

@@ -579,6 +579,35 @@ def test_resuming_with_less_data_is_an_error(tmp_path):
     run_ranks(less_data, 2, str(tmp_path), init=False)
 
 
+class SeedsAnew(Callback):
+    def on_train_epoch_start(self, *_):
+        L.seed_everything(100, verbose=False)
+
+
+def reordered(rank, world, folder):
+    """The samples of the second epoch, in a run and in one that resumes it from the first epoch's end."""
+
+    class Sees(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.current_epoch == 1:
+                self.seen = [*getattr(self, "seen", []), batch[0].clone()]
+
+    orders = []
+    for path in (None, folder + "/0.ckpt"):
+        L.seed_everything(1, verbose=False)
+        sees = Sees()
+        callbacks = [SeedsAnew(), sees, *([Saver(folder, times=[7])] if path is None else [])]
+        trainer("cocod", world, callbacks=callbacks).fit(Toy(), loader(), ckpt_path=path)
+        orders.append(torch.stack(sees.seen))
+    return orders
+
+
+def test_a_seed_that_changes_in_mid_run_does_not_change_the_order_after_resuming(tmp_path):
+    for undisturbed, resumed in run_ranks(reordered, 2, str(tmp_path), init=False):
+        assert len(undisturbed) == 6
+        assert torch.equal(undisturbed[1:], resumed)
+
+
 class Counts(Toy):
     """The mean over an epoch of the numbers of its batches, as Lightning takes it and as torchmetrics does."""
 

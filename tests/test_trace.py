@@ -299,16 +299,54 @@ def test_a_plain_loop_that_fails_does_so_too(tmp_path):
     assert told == {"complete": False, "rank 0": "steps 10 to 13, 1 of 3 rounds"}
 
 
-def cannot_write(rank, world, path):
-    def full(*_):
-        raise OSError("the disk is full")
+def full(*_):
+    raise OSError("the disk is full")
 
-    says = pytest.warns(UserWarning, match=f"rank {rank} could not be written: the disk is full")
+
+def cannot_write(rank, world, path):
+    says = pytest.warns(UserWarning, match="the trace could not be written: the disk is full")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chrome, "write", full)
         with says, pytest.raises((ArithmeticError, PeerLost)) as raised:
             fit(rank, world, "cocod", path, Fails, trace={"start_step": 12})
     return str(raised.value)
+
+
+def trains_on(rank, world, path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chrome, "write", full)
+        with pytest.warns(UserWarning, match="the trace could not be written: the disk is full"):
+            return fit(rank, world, "cocod", path)
+
+
+def test_a_trace_that_cannot_be_written_ends_no_training(tmp_path):
+    first, second = run_ranks(trains_on, 2, tmp_path / "trace.json", init=False)
+    assert torch.equal(first, second)
+
+
+def two(rank, world, path):
+    other = CommunicationTrace(path.with_name("other.json"), start_step=12)
+    with pytest.raises(ValueError, match="there is a trace of this run already"):
+        fit(rank, world, "cocod", path, callbacks=[other])
+
+
+def test_two_traces_of_one_run_are_refused_before_it_begins(tmp_path):
+    run_ranks(two, 2, tmp_path / "trace.json", init=False, leftovers_ok=True)
+
+
+def resumed(rank, world, folder):
+    options = {"max_steps": 12, "enable_checkpointing": False}
+    run = trainer("cocod", world, **options)
+    run.fit(Toy(), loader(384))
+    run.save_checkpoint(folder / "at12.ckpt")
+    trace = CommunicationTrace(folder / "trace.json", rounds=2, start_step=0)
+    trainer("cocod", world, callbacks=[trace], max_steps=22).fit(Toy(), loader(384), ckpt_path=folder / "at12.ckpt")
+
+
+def test_a_trace_of_a_resumed_run_has_its_steps(tmp_path):
+    run_ranks(resumed, 2, tmp_path, init=False)
+    told, _ = read(tmp_path / "trace.json")
+    assert told["rank 0"].startswith("steps 12 to ")
 
 
 def test_a_trace_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_path):

@@ -144,7 +144,7 @@ class Communicator:
                 dist.barrier(self._groups[0])  # connects everybody now: nobody waits for a dead peer's first message
             if self.device.type == "cuda" and "nccl" in dist.get_backend():
                 self._groups.append(_new_group("nccl", patience))
-        except RuntimeError as error:
+        except BaseException as error:
             self.abort(error)
             self.close()
             raise
@@ -295,6 +295,8 @@ class Communicator:
         """
         if self._thread is None or not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
             return None
+        if self._thread.error is not None and not isinstance(self._thread.error, PeerLost):
+            return None  # this rank has failed by itself
         deadline = time.monotonic() + _TOGETHER
         while not self._loss.is_set() and not self._connections.are_broken():
             if time.monotonic() > deadline:

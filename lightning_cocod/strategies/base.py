@@ -103,7 +103,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._ending: BaseException | None = None
         self._alone = False
         self._resumed: OwnState | None = None
-        self._sampler_seed: int | None = None  # of the run that is resumed
+        self._sampler_seed: int | None = None  # once a sampler has been made, or a run is resumed
         self._training_random: dict[str, Any] | None = None  # while it is set aside
         self._replaced = Replaced()
 
@@ -413,7 +413,7 @@ class AlgorithmStrategy(DDPStrategy):
         weights_only = "optimizer_states" not in checkpoint
         if self._algorithm is None or self._algorithm.comm.failed or weights_only:
             write(checkpoint)
-            if self.local_rank == 0:
+            if self.global_rank == 0 and isinstance(self.checkpoint_io, WholeFileIO):  # it has been written
                 parts.remove(filepath)  # of a checkpoint that had this name
             return
         assert self.lightning_module is not None
@@ -439,9 +439,10 @@ class AlgorithmStrategy(DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """With the seed that Lightning would choose; in a resumed run, with that of the run it belongs to."""
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._sampler_seed is None else self._sampler_seed
-        return {**super().distributed_sampler_kwargs, "seed": seed}
+        """With the seed that Lightning would choose at first; in a resumed run, with that of the run it belongs to."""
+        if self._sampler_seed is None:
+            self._sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        return {**super().distributed_sampler_kwargs, "seed": self._sampler_seed}
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:

@@ -57,11 +57,12 @@ class Checkpoints:
             self._together("its part of", path, lambda: parts.write(part, path, key, comm.rank))
             self._together("the file of", path, lambda: write({**checkpoint, KEY: where}))
         except CheckpointFailed:
-            if self._tidies:
+            if self._tidies and not self._late:  # late, the failure may be that of an earlier writing
                 parts.remove_one(path, key)
             raise
-        if self._tidies:
-            parts.remove(path, but={key, self._before.get(str(path), key)})
+        before = self._before.get(str(path))
+        if self._tidies and (before is not None or not self._late):  # late, what is there may be all that there is
+            parts.remove(path, but={key, before or key})
         if self._late:
             self._before[str(path)] = key
 

@@ -43,7 +43,7 @@ def show(error: BaseException, cause: BaseException, rank: int) -> None:
     """The original traceback comes first: now, before peers that are told of it show theirs."""
     if cause is not error:
         _log.error("[rank %d] %s", rank, cause)
-    elif isinstance(error, Exception) and not isinstance(error, CommunicationError):
+    if isinstance(error, Exception) and not isinstance(error, CommunicationError):
         _log.error("[rank %d] %s", rank, "".join(traceback.format_exception(error)))
 
 

@@ -78,9 +78,11 @@ def remove_one(path: str | Path, key: str) -> None:
 
 def _remove(path: str | Path, unwanted: Callable[[str], bool]) -> None:
     files, folder = _folder(path)
-    if not files.exists(folder):
+    try:
+        entries = files.ls(folder, detail=False)
+    except FileNotFoundError:
         return
-    for entry in files.ls(folder, detail=False):
+    for entry in entries:
         if unwanted(os.path.basename(entry.rstrip("/"))):
             with suppress(FileNotFoundError):
                 files.rm(entry, recursive=True)

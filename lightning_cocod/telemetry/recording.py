@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm.tracer import Recorder, Tracer
 from lightning_cocod.strategies.replaced import Replaced
 from lightning_cocod.telemetry.chrome import Part
+
+_recorded: WeakSet[Algorithm] = WeakSet()
 
 
 class Recording:
@@ -22,13 +25,19 @@ class Recording:
         rounds: how many.
         start_step: optimizer steps before the first; 0 begins at once.
         on_end: called once, when the last round has been recorded.
+
+    Raises:
+        ValueError: the algorithm is being recorded already.
     """
 
     def __init__(self, algorithm: Algorithm, rounds: int, start_step: int, on_end: Callable[[], None]) -> None:
+        if algorithm in _recorded:
+            raise ValueError("there is a trace of this run already: one with more rounds shows as much as two")
+        _recorded.add(algorithm)
         self._algorithm, self._comm = algorithm, algorithm.comm
         self._start_step, self._on_end = start_step, on_end
         self._original_after_step = algorithm.after_step
-        self._first = 0
+        self._first: int | None = None
         self._replaced = Replaced()
         self.recorder: Recorder | None = None
         """While it records."""
@@ -40,7 +49,7 @@ class Recording:
         self.time(algorithm, "before_step", "before_step", framed=True)
         self.time(algorithm, "finish", "finish", framed=True)
         if start_step == 0:
-            self._begin(algorithm.t)
+            self.recorder = self._comm.tracer = Recorder(self._comm.lane)  # a resumed run learns its step later
 
     def time(self, owner: Any, method: str, name: str, *, framed: bool = False) -> None:
         """While it records, calls of this method are seen under this name; if ``framed``, those that communicate."""
@@ -56,10 +65,11 @@ class Recording:
     def close(self) -> None:
         """Stop recording and put everything back. Idempotent."""
         self._replaced.put_back()
+        _recorded.discard(self._algorithm)
         if self.recorder is not None:
             self._comm.tracer = Tracer()
             self.part.spans = self.recorder.close()
-            self.part.steps = (self._first, self._algorithm.t)
+            self.part.steps = (self._first or 0, self._algorithm.t)
             self.recorder = None
 
     def _begin(self, step: int) -> None:
@@ -69,6 +79,8 @@ class Recording:
     def _after_step(self) -> None:
         self.step_is_over()
         step, ends = self._algorithm.t + 1, self._algorithm.rounds.ends
+        if self.recorder is not None and self._first is None:
+            self._first = step - 1
         if ends is None or step >= ends:
             if self.recorder is not None:
                 self.part.rounds += 1

@@ -71,7 +71,7 @@ class CommunicationTrace(Callback):
 
         Raises:
             RuntimeError: the algorithm is not in use.
-            OSError: a file cannot be written.
+            ValueError: it is being traced already.
         """
         if not algorithm.started:
             raise RuntimeError(f"trace a {type(algorithm).__name__} inside its own block, which starts it")
@@ -129,7 +129,7 @@ class CommunicationTrace(Callback):
     def _write_own(self) -> None:
         assert self._recording is not None
         part = self._recording.part
-        chrome.write(self._own_path(part), [part])
+        _write(self._own_path(part), [part])
 
     def _join(self, comm: Communicator) -> None:
         """One file instead of the ranks' own."""
@@ -142,8 +142,8 @@ class CommunicationTrace(Callback):
         if comm.world_size > 1:
             with comm.named("the gathering of the trace"):
                 dist.gather_object(part, parts if comm.rank == 0 else None)
-        if comm.rank == 0:
-            chrome.write(self.path, parts)
+        if comm.rank == 0 and not _write(self.path, parts):
+            return
         self._own_path(part).unlink(missing_ok=True)
         if part.rounds < part.asked:
             rank_zero_warn(f"Training has ended before the end of the trace: {self.path} holds {part}.")
@@ -157,9 +157,20 @@ class CommunicationTrace(Callback):
         self._recording = None
         try:
             recording.close()
-            chrome.write(self._own_path(recording.part), [recording.part])
         except Exception as error:
-            warnings.warn(f"the trace of rank {recording.part.rank} could not be written: {error}", stacklevel=2)
+            warnings.warn(f"the trace of rank {recording.part.rank} has been lost: {error}", stacklevel=2)
+            return
+        _write(self._own_path(recording.part), [recording.part])
+
+
+def _write(path: Path, parts: list[Part]) -> bool:
+    """A trace that cannot be written ends no training. Returns whether it could."""
+    try:
+        chrome.write(path, parts)
+    except OSError as error:
+        warnings.warn(f"the trace could not be written: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def _whole(name: str, value: object, least: int) -> int:

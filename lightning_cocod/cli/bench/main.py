@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ RUN, TRIALS = "run.json", "trials.jsonl"
 
 def main() -> None:
     """Run the command line; exits with 2 if the input is wrong, with 1 if the benchmark itself fails."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what has been started is ended
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # what has been started is ended
     arguments = sys.argv[1:]
     try:
         if arguments[:1] == ["report"]:
@@ -79,7 +81,7 @@ def report(arguments: Sequence[str]) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of runs (--out)")
     parser.add_argument("--out", type=Path, default=Path(), help="where the tables and plots go (here)")
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make(options.out)
     conclude([row for folder in options.folders for row in read(folder)], options.out)
 
 
@@ -103,8 +105,24 @@ def read(folder: Path) -> list[Row]:
     """
     if not (folder / RUN).exists():
         raise InputError(f"{folder} has no {RUN}: give folders that a run of cocod-bench has written (--out)")
-    run: dict[str, Any] = json.loads((folder / RUN).read_text())
-    return rows(run, [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()])
+    try:
+        run: dict[str, Any] = json.loads((folder / RUN).read_text())
+        whole = (folder / TRIALS).read_text().rpartition("\n")[0]  # a run that was killed may end within a line
+        return rows(run, [json.loads(line) for line in whole.splitlines()])
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{folder} cannot be read as a run of cocod-bench: {type(error).__name__}: {error}") from error
+
+
+def make(folder: Path) -> None:
+    """A folder for results.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {folder}: {error.strerror}") from error
 
 
 def begin(host: Host) -> None:
@@ -115,7 +133,7 @@ def begin(host: Host) -> None:
     """
     if (host.out / RUN).exists():
         raise InputError(f"{host.out} has the results of a run: give another --out, or remove it")
-    host.out.mkdir(parents=True, exist_ok=True)
+    make(host.out)
     facts = {"ranks": host.ranks, "cpus": len(os.sched_getaffinity(0)), "device": device(), "own": list(own())}
     (host.out / RUN).write_text(json.dumps({**vars(host.plan), **facts}, indent=2) + "\n")
     (host.out / TRIALS).touch()
@@ -150,7 +168,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """
     for name in ("period", "batch_size", "ranks", "rounds", "warmup", "repeats", "threads", "limit", "link_rate"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < inf:
             raise InputError(f"--{name.replace('_', '-')} must be positive, got {value:g}")
     known = contenders()
     usual = [CEILING, TRANSPORT, "bare", *own(), "ddp"]
