@@ -145,8 +145,7 @@ def echo(rank: int, process: subprocess.Popen[str]) -> threading.Thread:
         assert process.stdout is not None
         for line in process.stdout:
             with suppress(BrokenPipeError):  # nobody reads any more: the rank must not wait for that
-                sys.stdout.write(f"[{rank}] {line}")
-                sys.stdout.flush()
+                print(f"[{rank}] {line}", end="", flush=True)
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
@@ -169,7 +168,7 @@ def supervise(lab: Ranks, events: Sequence[Event], command: Sequence[str]) -> in
     for event in to_come:
         print(f"[netlab] not done, as all ranks had ended before: {event.at:g} s: {event.what}", flush=True)
     for thread in copies:
-        thread.join(1.0)  # a descendant of a rank may hold its output open
+        thread.join(10.0)  # a descendant of a rank may hold its output open for ever
     return max(code if code >= 0 else 128 - code for code in (process.returncode for process in processes))
 
 
