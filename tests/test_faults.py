@@ -213,7 +213,7 @@ def test_a_rank_that_runs_out_of_data_early_is_named_and_hangs_nobody(strategy):
 def saves_on_exception(rank, world, fault, folder):
     saves = [
         OnExceptionCheckpoint(folder, "last_words"),
-        ModelCheckpoint(folder, filename="model", every_n_train_steps=4, save_last=True, save_on_exception=True),
+        ModelCheckpoint(folder, filename="model", every_n_train_steps=3, save_last=True, save_on_exception=True),
     ]
     fit(rank, world, "cocod", fault, callbacks=saves, enable_checkpointing=True)
 

@@ -182,10 +182,14 @@ class Averaged(Adam):
 
 
 class StochasticallyAveraged(Adam):
-    """Averages from the second epoch on; one more epoch collects BatchNorm's statistics."""
+    """Averages the weights with which each epoch begins. BatchNorm would get one epoch more."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1] = torch.nn.Identity()
 
     def configure_callbacks(self):
-        return [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=1)]
+        return [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=3)]
 
 
 def scaled():
@@ -239,9 +243,12 @@ CASES = {
     "gradients that the user zeroes": Case(NeverZeroed, every=5),
     "clipping": Case(options={"gradient_clip_val": 0.1}, every=5),
     "a scaler that skips steps": Case(Overflows, made=scaled, every=5),
-    "a moving average": Case(Averaged, strategies=ALL, every=3, needs="EMAWeightAveraging"),
-    "a stochastic average": Case(StochasticallyAveraged, options={"max_epochs": 3}, every=5),
-    "a stochastic average, after an epoch": Case(StochasticallyAveraged, hook=EPOCH, options={"max_epochs": 3}),
+    "a moving average": Case(Averaged, hook=START, strategies=ALL, every=5, needs="EMAWeightAveraging"),
+    "a moving average that is yet to be moved": Case(Averaged, every=5, needs="EMAWeightAveraging", inexact=(0, 5, 10)),
+    "a stochastic average": Case(StochasticallyAveraged, every=5, inexact=(0, 5, 10)),
+    "a stochastic average, after an epoch": Case(
+        StochasticallyAveraged, hook=EPOCH, options={"max_epochs": 3}, inexact=(2,)
+    ),
     "bf16-mixed": Case(options={"precision": "bf16-mixed"}, every=5),
     "workers": Case(loader=shuffled(num_workers=2), options={"limit_train_batches": 4}, every=3),
     "after a validation": Case(hook=VALIDATION, options={"val_check_interval": 2}),
