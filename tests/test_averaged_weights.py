@@ -8,12 +8,9 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from support.ranks import run_ranks
-from support.toys import Toy, loader, trainer
+from support.toys import STRATEGIES, Toy, loader, made, trainer
 
-from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
-
-STRATEGIES = [CoCoDStrategy(period=4), LocalSGDStrategy(period=4)]
-NAMES = ["cocod", "local_sgd"]
+over_strategies = pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
 TOL = {"rtol": 1e-5, "atol": 1e-6}
 
 needs_weight_averaging = pytest.mark.skipif(
@@ -114,7 +111,7 @@ def floats(state):
 
 
 @needs_weight_averaging
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@over_strategies
 @pytest.mark.parametrize("kind", ["plain", "ema", "late"])
 def test_the_mean_of_the_ranks_averages_is_evaluated_saved_and_left_in_the_model(strategy, kind, tmp_path):
     ranks = run_ranks(averaged, 2, strategy, kind, tmp_path, init=False)
@@ -238,7 +235,7 @@ def stochastic(rank, world, strategy, norm, folder=None):
     }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@over_strategies
 @pytest.mark.parametrize("norm", [False, True], ids=["without BatchNorm", "with BatchNorm"])
 def test_stochastic_weight_averaging_ends_on_the_mean_of_the_ranks_averages(strategy, norm, tmp_path):
     ranks = run_ranks(stochastic, 2, strategy, norm, tmp_path, init=False)

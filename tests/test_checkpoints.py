@@ -16,12 +16,13 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.ranks import run_ranks, run_ranks_raw
 from support.resuming import Adam, Saver, fit, resume, same, shuffled
-from support.toys import STRATEGIES, Toy, flat, loader, parameters, trainer
+from support.toys import STRATEGIES, Toy, flat, having, loader, parameters, trainer
+from test_trainer_modes import Backbone
 from torchmetrics import MeanMetric
 
 from lightning_cocod.algorithms.replica import named_tensors
@@ -134,27 +135,30 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(), nn.Tanh(), nn.Linear(12, 1))
 
-for weights_only in (True, False):
-    module = Module.load_from_checkpoint(sys.argv[1], weights_only=weights_only)
-    assert module.net[4].bias.isfinite().all()
-    state = torch.load(sys.argv[1], weights_only=weights_only)["state_dict"]
-    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+for path in sys.argv[1:]:
+    for weights_only in (True, False):
+        module = Module.load_from_checkpoint(path, weights_only=weights_only)
+        assert module.net[4].bias.isfinite().all()
+        state = torch.load(path, weights_only=weights_only)["state_dict"]
+        assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
 try:
     import lightning_cocod
 except ImportError:
-    print("loaded without it")
+    print(len(sys.argv) - 1, "loaded without it")
 """
 
 
-def saved(rank, world, strategy, folder):
-    run = trainer(strategy, world, callbacks=[Saver(folder, times=[3])], max_epochs=1)
-    run.fit(Toy(), loader())
+def saved(rank, world, folder):
+    for strategy in STRATEGIES:
+        saver = Saver(f"{folder}/{strategy}", times=[3])
+        trainer(strategy, world, callbacks=[saver], max_epochs=1).fit(Toy(), loader())
 
 
 def test_a_checkpoint_is_loaded_where_this_package_is_not_installed(tmp_path):
-    run_ranks(saved, 2, "cocod", str(tmp_path), init=False)
-    script = [sys.executable, "-c", WITHOUT_THE_PACKAGE, str(tmp_path / "0.ckpt")]
-    assert "loaded without it" in subprocess.run(script, capture_output=True, text=True, timeout=120, check=True).stdout
+    run_ranks(saved, 2, str(tmp_path), init=False)
+    script = [sys.executable, "-c", WITHOUT_THE_PACKAGE, *(str(tmp_path / name / "0.ckpt") for name in STRATEGIES)]
+    said = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert f"{len(STRATEGIES)} loaded without it" in said
 
 
 def plain(rank, world, folder):
@@ -279,6 +283,56 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_exactly_resumable_and
         assert len(before) > len(WHOLE)  # something had been left
         assert exact
     assert files_in(tmp_path) == WHOLE
+
+
+class Held(AsyncCheckpointIO):
+    """Another thread writes: the first checkpoint at once, the others when they are let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.go, self.first = threading.Event(), True
+
+    def save_checkpoint(self, *args, **options):
+        super().save_checkpoint(*args, **options)
+        if self.first:
+            self.first = False
+            self._executor.submit(lambda: None).result()
+            self._executor.submit(self.go.wait)
+
+
+class Thrice(Saver):
+    """Saves in three steps, to one path; keeps what a crash would leave while the last two are still unwritten."""
+
+    def __init__(self, folder, io):
+        super().__init__(folder + "/run", times=[3, 4, 5])
+        self.io = io
+
+    def save(self, trainer, *_):
+        super().save(trainer)
+        self.saved = []  # the same name again
+        if self.calls == 5 and trainer.is_global_zero:
+            shutil.copytree(self.folder, Path(self.folder).parent / "crashed")
+            self.io.go.set()
+
+
+def unwritten(rank, world, folder):
+    io = Held()
+    fit(rank, world, "cocod", callbacks=[Thrice(folder, io)], plugins=[io])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps = resume(rank, world, "cocod", path=f"{folder}/crashed/0.ckpt")[1]
+    return steps, [str(w.message) for w in caught if "training goes on" in str(w.message)]
+
+
+def test_after_a_crash_with_two_checkpoints_of_a_name_unwritten_the_one_before_has_lost_its_parts(tmp_path):
+    (steps, notices), second = run_ranks(unwritten, 2, str(tmp_path), init=False)
+    assert torch.load(tmp_path / "crashed" / "0.ckpt", weights_only=True)["global_step"] == 3
+    assert files_in(tmp_path / "crashed") == [f".ranks/KEY/rank-{rank}.pt" for rank in (0, 0, 1, 1)] + ["0.ckpt"]
+    assert len(notices) == 1
+    assert "lacks the part of rank 0, 1; training goes on from its consensus model" in notices[0]
+    assert (steps, []) == second == (12, [])
+    assert torch.load(tmp_path / "run" / "0.ckpt", weights_only=True)["global_step"] == 5
+    assert files_in(tmp_path / "run") == [f".ranks/KEY/rank-{rank}.pt" for rank in (0, 0, 1, 1)] + ["0.ckpt"]
 
 
 @contextmanager
@@ -524,6 +578,95 @@ def test_a_damaged_part_is_named_on_all_ranks(tmp_path):
         assert "remove the folder" in error
 
 
+class Edits(Adam):
+    def on_load_checkpoint(self, checkpoint):
+        for value in checkpoint["state_dict"].values():
+            value.zero_()
+
+
+class Begin(Callback):
+    """The weights with which training begins."""
+
+    weights = None
+
+    def on_train_batch_start(self, trainer, module, *_):
+        self.weights = flat(module) if self.weights is None else self.weights
+
+
+def edited(rank, world, folder):
+    saver, begin = Saver(folder, times=[3]), Begin()
+    expected = fit(rank, world, "cocod", callbacks=[saver])
+    exact = same(expected, resume(rank, world, "cocod", module=Edits, path=saver.saved[0]))
+    if rank == 0:
+        shutil.rmtree(f"{folder}/.ranks")
+    resume(rank, world, "cocod", module=Edits, path=saver.saved[0], callbacks=[begin])
+    return exact, begin.weights
+
+
+def test_what_a_module_makes_of_a_checkpoint_is_trained_only_without_the_ranks_parts(tmp_path):
+    for exact, weights in run_ranks(edited, 2, str(tmp_path), init=False):
+        assert exact
+        assert not weights.any()
+
+
+class Rounds(Callback):
+    """At every step: where the round ends, the weights of the ranks in the next mean, and the gradient that is applied."""
+
+    def __init__(self):
+        self.ends, self.weights, self.gradients = [], [], []
+
+    def on_train_batch_start(self, trainer, *_):
+        self.ends.append(trainer.strategy.algorithm.rounds.ends)
+        self.weights.append(trainer.strategy.algorithm.weights)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.gradients.append(module.net[0].weight.grad.clone())
+
+
+def with_other_options(rank, world, kind, folder):
+    """Saved at step 5 of 12, in the round from 4 to 8."""
+    saver, seen = Saver(folder, times=[5]), []
+    fit(rank, world, kind(period=4), callbacks=[saver], max_epochs=1)
+    for options in ({"period": 2, "weights": [3, 1]}, {"period": 4, "warmup_steps": 7}):
+        seen.append(Rounds())
+        resume(rank, world, kind(**options), path=saver.saved[0], callbacks=seen[-1:])
+    return [(rounds.ends, rounds.weights, rounds.gradients) for rounds in seen]
+
+
+@pytest.mark.parametrize("kind", having("period", "weights", "warmup_steps"))
+def test_options_that_are_changed_on_resuming_wait_for_the_rounds_end_a_warm_up_does_not(kind, tmp_path):
+    ranks = run_ranks(with_other_options, 2, kind, str(tmp_path), init=False)
+    for (ends, weights, _), (after_warm_up, *_) in ranks:
+        assert ends == [8, 8, 8, 10, 10, 12, 12]
+        assert weights[:3] == [[0.5, 0.5]] * 3
+        assert weights[-2:] == [[0.75, 0.25]] * 2
+        assert after_warm_up == [8, 8, 8, 12, 12, 12, 12]
+    applied = zip(*(warm_up[2] for _, warm_up in ranks), strict=True)
+    assert [torch.equal(one, other) for one, other in applied] == [True] * 2 + [False] * 5
+
+
+def finetuned(rank, world, strategy, folder):
+    """Whether the backbone is free before each step: of the run, and of those that are resumed."""
+
+    def run(path=None):
+        free, model = [], Backbone()
+        thaw = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.0, backbone_initial_lr=0.05)
+        model.on_train_batch_start = lambda *_: free.append(model.backbone[0].weight.requires_grad)
+        savers = [] if path else [Saver(folder, times=[9, 15])]
+        trainer(strategy, world, callbacks=[thaw, *savers], max_epochs=3).fit(model, loader(), ckpt_path=path)
+        return free
+
+    return run(), run(f"{folder}/0.ckpt"), run(f"{folder}/1.ckpt")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "ddp"])
+def test_layers_that_a_callback_has_thawed_are_frozen_again(strategy, tmp_path):
+    for run, in_this_epoch, in_an_earlier_one in run_ranks(finetuned, 2, strategy, str(tmp_path), init=False):
+        assert run == [False] * 6 + [True] * 12
+        assert in_this_epoch == [False] * 9
+        assert in_an_earlier_one == [False] * 3
+
+
 # --- everything in a part is needed
 
 
@@ -727,7 +870,7 @@ HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint
 
 
 def fails(rank, world, folder, what):
-    """Rank 0, rank 1 or both of them fail at step 3."""
+    """Rank 0 or rank 1 fails at step 3, and sees whether last.ckpt was exact until then."""
     kinds = {
         "an error of rank 0": (0, ValueError),
         "an error of rank 1": (1, ValueError),
@@ -737,12 +880,14 @@ def fails(rank, world, folder, what):
 
     def fail(trainer):
         if trainer.global_rank == who:
+            before.extend(KEY in torch.load(path, weights_only=True) for path in Path(folder).glob("last.ckpt"))
             raise kind("failed")
 
     rescue = [OnExceptionCheckpoint(folder)]
     if HAS_SAVE_ON_EXCEPTION:
-        rescue.append(ModelCheckpoint(folder, filename="rescued", save_on_exception=True))
-    error, notices = None, []
+        every = {"every_n_train_steps": 2, "save_last": True}
+        rescue.append(ModelCheckpoint(folder, filename="rescued", save_on_exception=True, **every))
+    error, notices, before = None, [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -750,7 +895,7 @@ def fails(rank, world, folder, what):
         except (Exception, SystemExit) as failure:
             error = type(failure).__name__
         notices = [str(w.message) for w in caught if "Communication has failed" in str(w.message)]
-    return error, len(notices)
+    return error, len(notices), before
 
 
 @pytest.mark.parametrize(
@@ -765,7 +910,9 @@ def test_after_a_failure_rank_0_saves_its_replica_without_the_others(what, error
     first, second = run_ranks(fails, 2, str(tmp_path), what, init=False, leftovers_ok=True)
     assert [first[0], second[0]] == errors
     assert first[1] >= 1
-    assert files_in(tmp_path) == ["on_exception.ckpt", *(["rescued.ckpt"] if HAS_SAVE_ON_EXCEPTION else [])]
+    assert first[2] + second[2] == ([True] if HAS_SAVE_ON_EXCEPTION else [])
+    rescued = ["last.ckpt", "on_exception.ckpt", "rescued.ckpt"]
+    assert files_in(tmp_path) == (rescued if HAS_SAVE_ON_EXCEPTION else ["on_exception.ckpt"])
     for name in files_in(tmp_path):
         checkpoint = torch.load(tmp_path / name, weights_only=True)
         assert checkpoint["global_step"] >= 3  # rank 0 may be ahead of rank 1

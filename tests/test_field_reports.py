@@ -111,6 +111,7 @@ REPORTS = {
         "a message that is under way at the end hangs the process",
         "test_comm_communicator::test_a_process_that_ends_without_close_and_with_a_message_in_flight_ends_well",
         "test_plain_loop::test_torchrun_trains_and_exits_with_zero",
+        "test_launch::test_torchrun",
     ),
     19: (
         "the transport's time-outs are ignored",

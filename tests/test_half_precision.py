@@ -7,10 +7,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
-from support.toys import Toy, loader, parameters, trainer
+from support.toys import STRATEGIES, Toy, loader, made, parameters, trainer
 from test_comm_communicator import about, communicating, numbers
 
-from lightning_cocod import CoCoD, CoCoDStrategy, LocalSGDStrategy
+from lightning_cocod import CoCoD, LocalSGDStrategy
 from lightning_cocod.comm.buckets import Layout
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -166,7 +166,7 @@ def state(module):
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-@pytest.mark.parametrize("strategy", [CoCoDStrategy(period=3), LocalSGDStrategy(period=3)], ids=["cocod", "local_sgd"])
+@pytest.mark.parametrize("strategy", made(period=3), ids=STRATEGIES)
 def test_a_fit_in_half_precision_evaluates_and_ends_on_the_rounded_mean(strategy, precision):
     dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}[precision]
     first, second = run_ranks(true_half, 2, strategy, precision, init=False)

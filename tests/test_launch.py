@@ -11,10 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from support.ranks import run_ranks, run_ranks_raw
-from support.toys import STRATEGIES, Toy, flat, loader, trainer
+from support.toys import STRATEGIES, Toy, flat, has, loader, trainer
 
 import lightning_cocod
-from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
+from lightning_cocod import CoCoDStrategy
 
 TRAIN = """
     import os, sys
@@ -164,7 +164,7 @@ def test_names_are_registered_once():
     assert StrategyRegistry.get("local_sgd_spawn")._start_method == "spawn"
 
 
-@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+@pytest.mark.parametrize("strategy", lightning_cocod.strategies.STRATEGIES)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -181,23 +181,30 @@ def test_options_of_ddp_are_refused_with_a_reason(strategy, options, message):
         strategy(**options)
 
 
-@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+OUT_OF_RANGE = [
+    {"period": 0},
+    {"period": -1},
+    {"period": 2.5},
+    {"period": True},
+    {"period": {10: 4}},
+    {"warmup_steps": -1},
+    {"weights": [1.0, 0.0]},
+    {"weights": [1.0, float("nan")]},
+    {"timeout": 0},
+    {"process_group_timeout": -1.0},
+    {"connect_timeout": 0},
+    {"compression": "int8"},
+    {"on_nonfinite": "ignore"},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("strategy", "options"),
     [
-        {"period": 0},
-        {"period": -1},
-        {"period": 2.5},
-        {"period": True},
-        {"period": {10: 4}},
-        {"warmup_steps": -1},
-        {"weights": [1.0, 0.0]},
-        {"weights": [1.0, float("nan")]},
-        {"timeout": 0},
-        {"process_group_timeout": -1.0},
-        {"connect_timeout": 0},
-        {"compression": "int8"},
-        {"on_nonfinite": "ignore"},
+        (strategy, options)
+        for strategy in lightning_cocod.strategies.STRATEGIES
+        for options in OUT_OF_RANGE
+        if has(strategy, *options)
     ],
 )
 def test_options_out_of_range_are_refused_in_one_line(strategy, options):

@@ -7,15 +7,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
-from support.toys import Toy, dataset, loader, trainer
+from support.toys import STRATEGIES, Toy, dataset, having, loader, made, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
-
-STRATEGIES = [CoCoDStrategy(period=4), LocalSGDStrategy(period=4)]
-NAMES = ["cocod", "local_sgd"]
-over_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+over_strategies = pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
 TOL = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -99,7 +95,7 @@ def test_every_kind_of_parameter_and_buffer_is_in_the_consensus(strategy):
     assert int(first["end"]["count"]) == 12
 
 
-@pytest.mark.parametrize("kind", [CoCoDStrategy, LocalSGDStrategy], ids=NAMES)
+@pytest.mark.parametrize("kind", having("warmup_steps"))
 def test_in_a_warm_up_a_parameter_used_on_one_rank_moves_alike_on_both(kind):
     first, second = run_ranks(odd, 2, kind(warmup_steps=1000), init=False)
     for one, other in zip(first["path"], second["path"], strict=True):
@@ -154,7 +150,7 @@ def sparse_warm_up(rank, world, kind):
     assert "run" not in vars(t.fit_loop)
 
 
-@pytest.mark.parametrize("kind", [CoCoDStrategy, LocalSGDStrategy], ids=NAMES)
+@pytest.mark.parametrize("kind", having("warmup_steps"))
 def test_a_warm_up_refuses_sparse_gradients(kind):
     run_ranks(sparse_warm_up, 2, kind, init=False)
 

@@ -14,7 +14,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from support.ranks import run_ranks
 from support.resuming import BATCH, Adam, Augmented, Saver, fit, resume, same, shuffled
@@ -173,6 +174,24 @@ class Grows(Adam):
         return [GradientAccumulationScheduler({0: 1, 1: 3})]
 
 
+class Averaged(Adam):
+    """Ends on the ranks' moving averages, which no rank has in common."""
+
+    def configure_callbacks(self):
+        return [callbacks.EMAWeightAveraging(decay=0.8)]
+
+
+class StochasticallyAveraged(Adam):
+    """Averages the weights with which each epoch begins. BatchNorm would get one epoch more."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1] = torch.nn.Identity()
+
+    def configure_callbacks(self):
+        return [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=3)]
+
+
 def scaled():
     return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3))]}
 
@@ -184,6 +203,7 @@ class Case:
     Attributes:
         made: Trainer options that are made anew for each run.
         every: resume from each checkpoint, or from every third or fifth; never from each under other strategies.
+        needs: a callback that not every Lightning has.
         inexact: checkpoints from which a run does not go on as it should; the documentation says so. Most are those that a
             callback's batch hook has saved at an epoch's last batch: Lightning leaves out the validation that follows, and
             with it what a plateau is judged by; without a length it does not see that the epoch is over.
@@ -198,6 +218,7 @@ class Case:
     strategies: tuple[str, ...] = ("cocod",)
     world: int = 2
     every: int = 1
+    needs: str = "Callback"
     inexact: tuple[int, ...] = ()
 
 
@@ -222,6 +243,12 @@ CASES = {
     "gradients that the user zeroes": Case(NeverZeroed, every=5),
     "clipping": Case(options={"gradient_clip_val": 0.1}, every=5),
     "a scaler that skips steps": Case(Overflows, made=scaled, every=5),
+    "a moving average": Case(Averaged, hook=START, strategies=ALL, every=5, needs="EMAWeightAveraging"),
+    "a moving average that is yet to be moved": Case(Averaged, every=5, needs="EMAWeightAveraging", inexact=(0, 5, 10)),
+    "a stochastic average": Case(StochasticallyAveraged, every=5, inexact=(0, 5, 10)),
+    "a stochastic average, after an epoch": Case(
+        StochasticallyAveraged, hook=EPOCH, options={"max_epochs": 3}, inexact=(2,)
+    ),
     "bf16-mixed": Case(options={"precision": "bf16-mixed"}, every=5),
     "workers": Case(loader=shuffled(num_workers=2), options={"limit_train_batches": 4}, every=3),
     "after a validation": Case(hook=VALIDATION, options={"val_check_interval": 2}),
@@ -282,6 +309,8 @@ def every_checkpoint(rank, world, folder, strategy, name):
     ("strategy", "case"), [(strategy, name) for name, case in CASES.items() for strategy in case.strategies]
 )
 def test_resumed_equals_uninterrupted(strategy, case, tmp_path):
+    if not hasattr(callbacks, CASES[case].needs):
+        pytest.skip(f"this Lightning has no {CASES[case].needs}")
     world = CASES[case].world
     for undisturbed, resumed in run_ranks(every_checkpoint, world, str(tmp_path), strategy, case, init=False, timeout=200):
         assert undisturbed

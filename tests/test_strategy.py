@@ -1,5 +1,6 @@
 """The strategies inside real fits: the Trainer equals the plain loop, and Lightning's own features keep their meaning."""
 
+import copy
 from functools import partial
 
 import lightning as L
@@ -7,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from support.ranks import run_ranks
-from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, flat, loader, parameters, trainer
+from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, flat, having, loader, made, parameters, trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cocod import CoCoD, CoCoDStrategy, LocalSGD, LocalSGDStrategy
@@ -163,8 +164,10 @@ def test_validation_after_every_batch_leaves_the_trajectory_bitwise_alone(strate
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "strategy",
-    [LocalSGDStrategy(period=1), LocalSGDStrategy(warmup_steps=1000), CoCoDStrategy(warmup_steps=1000)],
-    ids=["local_sgd with period 1", "local_sgd in warm-up", "cocod in warm-up"],
+    [
+        pytest.param(LocalSGDStrategy(period=1), id="local_sgd with period 1"),
+        *[pytest.param(kind(warmup_steps=1000), id=f"{kind.registered_name} in warm-up") for kind in having("warmup_steps")],
+    ],
 )
 def test_equals_ddp(strategy, world):
     ddp = run_ranks(unshuffled, world, "ddp", {}, False, init=False)
@@ -261,7 +264,7 @@ def scaled_warm_up(rank, world, strategy):
         trainer(strategy(warmup_steps=2), world, plugins=[plugin]).fit(Toy(), loader())
 
 
-@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+@pytest.mark.parametrize("strategy", having("warmup_steps"))
 def test_warm_up_under_a_scaler_is_refused(strategy):
     run_ranks(scaled_warm_up, 2, strategy, init=False)
 
@@ -325,15 +328,15 @@ def resumed(rank, world, strategy, folder):
         def on_train_batch_start(self, trainer, *_):
             steps.append(trainer.strategy.algorithm.t)
 
-    first = trainer(strategy(warmup_steps=5), world, max_epochs=1)
+    first = trainer(copy.deepcopy(strategy), world, max_epochs=1)
     first.fit(Toy(), loader())
     first.save_checkpoint(folder / "end.ckpt")
-    again = trainer(strategy(warmup_steps=5), world, max_epochs=2, callbacks=[Steps()])
+    again = trainer(strategy, world, max_epochs=2, callbacks=[Steps()])
     again.fit(Toy(), loader(), ckpt_path=folder / "end.ckpt")
     return steps
 
 
-@pytest.mark.parametrize("strategy", [CoCoDStrategy, LocalSGDStrategy])
+@pytest.mark.parametrize("strategy", made(warmup_steps=5), ids=STRATEGIES)
 def test_a_resumed_run_goes_on_counting_steps(strategy, tmp_path):
     assert run_ranks(resumed, 2, strategy, tmp_path, init=False)[0] == [6, 7, 8, 9, 10, 11]
 

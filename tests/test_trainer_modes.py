@@ -9,15 +9,13 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from support.ranks import run_ranks
-from support.toys import Toy, dataset, flat, loader, parameters, trainer
+from support.toys import STRATEGIES, Toy, dataset, flat, loader, made, parameters, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
 
-STRATEGIES = [CoCoDStrategy(period=4), LocalSGDStrategy(period=4)]
-NAMES = ["cocod", "local_sgd"]
-over_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+over_strategies = pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
 
 
 class Path(Callback):
@@ -73,7 +71,7 @@ def finding(rank, world, strategy, folder):
     }
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, CoCoDStrategy(warmup_steps=1000)], ids=[*NAMES, "warm-up"])
+@pytest.mark.parametrize("strategy", [*made(period=4), CoCoDStrategy(warmup_steps=1000)], ids=[*STRATEGIES, "warm-up"])
 def test_the_learning_rate_finder_finds_the_same_everywhere_and_leaves_the_model_as_it_was(strategy, tmp_path):
     first, second = run_ranks(finding, 2, strategy, tmp_path, init=False)
     assert first["lr"] == second["lr"] == first["suggestion"] != 0.05
@@ -208,7 +206,7 @@ def test_an_unfrozen_backbone_joins_the_average_when_it_joins_the_optimizer(stra
         folded = [step + 1 for step, moved in enumerate(rank["besides"]) if moved.abs().max() > 1e-5]
         if isinstance(strategy, LocalSGDStrategy):
             assert folded == [8, 12, 16]
-        else:
+        elif isinstance(strategy, CoCoDStrategy):
             assert folded == [12, 16]
             torch.testing.assert_close(rank["besides"][11], means[7] - rank["backbone"][7], rtol=1e-4, atol=1e-6)
 
@@ -245,7 +243,7 @@ def in_modes(rank, world, strategy, folder):
     return found
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_in_every_mode_of_the_trainer_all_ranks_end_on_the_consensus(strategy, tmp_path):
     first, second = run_ranks(in_modes, 2, strategy, tmp_path, init=False)
     steps = {"pytorch profiler": 4, "fast_dev_run": 2, "overfit_batches": 4}
@@ -255,6 +253,8 @@ def test_in_every_mode_of_the_trainer_all_ranks_end_on_the_consensus(strategy, t
 
 
 # --- compiled modules, modules made by the trainer
+
+# Compiled with Dynamo alone: what inductor makes of a module is not shown here, since it needs a compiler.
 
 
 class CompiledInside(Toy):

@@ -18,7 +18,6 @@ import traceback
 from functools import partial
 from multiprocessing import Pipe
 
-import torch
 import torch.distributed as dist
 
 from lightning_cocod.comm import collectives
@@ -34,9 +33,8 @@ def _raise(module):
     raise ValueError("my own bug")
 
 
-def _diverge(module):
-    with torch.no_grad():
-        module.net[0].weight.fill_(float("nan"))
+def _gradient(value, module):
+    module.net[0].weight.grad[0, 0] = value
 
 
 def _signal(number, module):
@@ -55,7 +53,8 @@ WHAT = {
     "is interrupted": partial(_signal, signal.SIGINT),
     "leaves": partial(_exit, os._exit),
     "exits": partial(_exit, sys.exit),
-    "diverges": _diverge,
+    "gets NaN": partial(_gradient, float("nan")),
+    "gets infinity": partial(_gradient, float("inf")),
 }
 """What can happen to a rank."""
 WHERE = (
@@ -63,6 +62,7 @@ WHERE = (
     "in the sanity check",
     "before the first step",
     "between rounds",
+    "in a gradient",
     "while sending",
     "while reducing",
     "in validation",
@@ -103,6 +103,10 @@ class Faulty(Toy):
         if self.steps == 9:
             self.here("between rounds")
         return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self):
+        if self.steps == 9:
+            self.here("in a gradient")
 
     def validation_step(self, batch, batch_idx):
         if self.trainer.sanity_checking:

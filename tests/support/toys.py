@@ -1,14 +1,32 @@
 """Small Lightning modules and data for the tests of strategies."""
 
+import inspect
+
 import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cocod.strategies import STRATEGIES as CLASSES  # importing it registers the names
+from lightning_cocod.strategies import AlgorithmStrategy
 
 STRATEGIES = [strategy.registered_name for strategy in CLASSES]
 """The names of all strategies of the package: what a user expects of one is tested for every one."""
+
+
+def has(strategy, *options):
+    """Whether a class of strategies has all of these options."""
+    return {*inspect.signature(AlgorithmStrategy).parameters, *inspect.signature(strategy).parameters}.issuperset(options)
+
+
+def having(*options):
+    """The classes of all strategies that have these options."""
+    return [strategy for strategy in CLASSES if has(strategy, *options)]
+
+
+def made(**options):
+    """One of every strategy, in the order of their names, with those of these options that it has."""
+    return [strategy(**{k: v for k, v in options.items() if has(strategy, k)}) for strategy in CLASSES]
 
 
 def dataset(n=96, seed=1):
