@@ -428,6 +428,7 @@ class AlgorithmStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         weights_only = options.get("weights_only", False)
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        Checkpoints.silence(checkpoint)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._resumed = self._checkpoints.load(checkpoint, checkpoint_path, weights_only)

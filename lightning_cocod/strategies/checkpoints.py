@@ -16,6 +16,8 @@ from lightning_cocod.strategies.own_state import OwnState
 
 KEY = "lightning_cocod"
 """Under which a checkpoint says where its ranks' parts are."""
+_ELSEWHERE = "none, but a strategy of lightning_cocod: without it training goes on from the consensus model"
+"""Lightning asks for the callbacks whose state a checkpoint holds: under another strategy, for this one."""
 
 
 class CheckpointFailed(RuntimeError):
@@ -53,9 +55,10 @@ class Checkpoints:
         comm = self._comm
         key = self._same(parts.new_key(path))
         where = {"parts": key, "world_size": comm.world_size, "algorithm": self._algorithm}
+        callbacks = {**checkpoint["callbacks"], _ELSEWHERE: {}}
         try:
             self._together("its part of", path, lambda: parts.write(part, path, key, comm.rank))
-            self._together("the file of", path, lambda: write({**checkpoint, KEY: where}))
+            self._together("the file of", path, lambda: write({**checkpoint, KEY: where, "callbacks": callbacks}))
         except CheckpointFailed:
             if self._tidies and not self._late:  # late, the failure may be that of an earlier writing
                 parts.remove_one(path, key)
@@ -65,6 +68,11 @@ class Checkpoints:
             parts.remove(path, but={key, before or key})
         if self._late:
             self._before[str(path)] = key
+
+    @staticmethod
+    def silence(checkpoint: dict[str, Any]) -> None:
+        """Take out the notice that is meant for other strategies."""
+        checkpoint.get("callbacks", {}).pop(_ELSEWHERE, None)
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, weights_only: bool | None) -> OwnState | None:
         """This rank's part. None, with a notice, where every rank has to go on from the consensus model."""
