@@ -316,3 +316,22 @@ def test_resumed_equals_uninterrupted(strategy, case, tmp_path):
         assert undisturbed
         assert len(resumed) >= 2
         assert tuple(number for number, equal in resumed.items() if not equal) == CASES[case].inexact
+
+
+class AveragedWithBatchNorm(StochasticallyAveraged):
+    """Ends with an epoch for the statistics of BatchNorm alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1] = torch.nn.BatchNorm1d(12)
+
+
+def within_the_last_epoch(rank, world, folder):
+    saver = Saver(folder)
+    fit(rank, world, "cocod", AveragedWithBatchNorm, callbacks=[saver])
+    with pytest.raises(AttributeError, match="_accumulate_grad_batches"):
+        resume(rank, world, "cocod", AveragedWithBatchNorm, path=saver.saved[-2])
+
+
+def test_the_epoch_that_stochastic_averaging_adds_cannot_be_resumed_in_lightning(tmp_path):
+    run_ranks(within_the_last_epoch, 2, str(tmp_path), init=False, leftovers_ok=True)
