@@ -42,10 +42,10 @@ def schedule_of(seed):
 # Figures
 
 
-def result(seconds, *, peak=100e6, sent=8e6, cpu=(0.0, 0.0, 0.0), machine=None, **more):
+def result(seconds, *, peak=100e6, sent=8e6, cpu=(0.0, 0.0, 0.0), machine=None, computing=1.0, **more):
     kinds = {kind: [0.75 * c, 0.25 * c] for kind, c in zip(counters.KINDS, (*cpu, 0.0), strict=True)}
     both = {"rounds": [seconds] * 3, "cpu": kinds, "machine": machine or 2 * sum(cpu), "sent": sent}
-    return {**both, "peak": peak, "parameters": 10e6, **more}
+    return {**both, "peak": peak, "parameters": 10e6, "computing": computing, **more}
 
 
 def run(**given):
@@ -82,6 +82,12 @@ def test_a_fraction_is_that_of_the_same_repeat():
     assert max(wrong) - min(wrong) > 0.3
 
 
+def test_by_cpu_time_a_slow_moment_of_the_machine_does_not_count():
+    slow = {**result(3.0, computing=0.81)}
+    made = by_name(rows(run(), trials(none=[result(1.0, computing=0.9)], cocod=[slow])))
+    assert (made["cocod"].fraction, made["cocod"].by_cpu) == (pytest.approx(1 / 3), pytest.approx(0.9))
+
+
 def test_one_slow_round_does_not_count_and_ranks_count_by_speed():
     slow = {**result(1.0), "rounds": [1.0, 1.0, 30.0]}
     given = [{"repeat": 0, "contender": "none", "ranks": [slow, {**result(3.0)}]}]
@@ -90,13 +96,14 @@ def test_one_slow_round_does_not_count_and_ranks_count_by_speed():
 
 def test_what_the_transport_leaves_is_the_limit():
     """It takes 0.1 s of CPU, of which 0.06 s in no thread, in a round of 2 s: 5 %, and what is lost beyond is ours."""
-    transport = result(1.0, cpu=(0.01, 0.0, 0.03), machine=0.2)
-    ddp = result(2.0, sent=32e6)
-    made = by_name(rows(run(), trials(none=[1.9], cocod=[2.0], ddp=[ddp], transport=[transport])))
+    transport = result(1.0, cpu=(0.04, 0.0, 0.0), machine=0.2)
+    ddp, cocod = result(2.0, sent=32e6, computing=0.5), result(2.0, computing=0.9)
+    made = by_name(rows(run(), trials(none=[1.9], cocod=[cocod], ddp=[ddp], transport=[transport])))
     assert made["cocod"].transport_percent == pytest.approx(5.0)
     assert made["cocod"].limit == pytest.approx(0.95)
     assert made["cocod"].target == pytest.approx(0.98 * 0.95)
-    assert made["cocod"].own_percent == pytest.approx(0.0)
+    assert made["cocod"].by_cpu == pytest.approx(0.87)  # 3 % of interrupts are charged to training
+    assert made["cocod"].own_percent == pytest.approx(8.0)
     assert made["ddp"].transport_percent == pytest.approx(20.0)  # four times the bytes
     assert made["ddp"].limit == pytest.approx(1.9 / 4)  # and so of the link
     assert (made["ddp"].target, made["ddp"].own_percent) == (None, None)
@@ -301,7 +308,7 @@ def test_a_run_measures_and_keeps_the_row_of_what_crashes(tmp_path, monkeypatch,
     assert all(row.fraction > 0 for row in measured)
     assert made["none"].fraction == 1.0
     parameters = 528_906 * 4 / 1e6
-    assert made["cocod"].sent_mb > parameters / 4  # at least: others may use this loopback as well
+    assert made["cocod"].sent_mb > 0.8 * parameters / 4  # the window has no sharp edges; others may use this loopback
     assert made["ddp"].sent_mb > parameters
     assert made["cocod"].limit < 1
     assert made["cocod"].exposed_ms is not None

@@ -307,11 +307,9 @@ def slow_transport(seconds):
         time.sleep(seconds)
         return fast(*args, **kwargs)
 
-    fast, collectives.dist.all_reduce = collectives.dist.all_reduce, slow
-    try:
+    fast = collectives._all_reduce
+    with mock.patch.object(collectives, "_all_reduce", slow):
         yield
-    finally:
-        collectives.dist.all_reduce = fast
 
 
 def test_seconds_and_bytes_are_booked_where_they_belong():
@@ -554,7 +552,7 @@ def test_a_rank_that_started_later_than_the_host_of_the_store_still_hears_the_re
 
 def dying_while(doing):
     """Patches the transport of this rank so that the rank dies in the middle of a message of many buckets."""
-    launch, calls = dist.all_reduce, itertools.count(1)
+    launch, calls = collectives._all_reduce, itertools.count(1)
 
     def all_reduce(*args, **kwargs):
         work = launch(*args, **kwargs)
@@ -564,7 +562,7 @@ def dying_while(doing):
             os.kill(os.getpid(), signal.SIGKILL)
         return work
 
-    collectives.dist.all_reduce = all_reduce
+    collectives._all_reduce = all_reduce
 
 
 def stay_until_all_know(rank, n, folder):

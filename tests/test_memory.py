@@ -16,7 +16,7 @@ import pytest
 
 ROWS, COLUMNS, LAYERS = 1000, 1000, 40  # 40 tensors of 4 MB: a few MB for threads and connections weigh little
 BUCKETS = 0.05
-"""Two buckets at work, each a hundredth of the parameters, about as many again inside Gloo, and the error of VmRSS."""
+"""Two buckets at work, each an 80th of the parameters, about half as much again inside Gloo, and the error of VmRSS."""
 
 
 def status(field):

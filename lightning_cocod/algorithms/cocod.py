@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
@@ -73,6 +73,7 @@ class CoCoD(Algorithm):
         self.S: Buffer | None = None
         self.A: Message | None = None
         self._staleness = 0
+        self._taken: tuple[list[nn.Parameter], Tensor | None] = [], None  # what S is a snapshot of already, and its norm
 
     def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0, then the first launch."""
@@ -97,7 +98,7 @@ class CoCoD(Algorithm):
 
     @torch.no_grad()
     def _merge(self) -> None:
-        """wait(A) ; x ← x + (A − S), or x ← A without a finite S."""
+        """wait(A) ; x ← x + (A − S), or x ← A without a finite S. S becomes the new x on the way: one pass over both."""
         if self.S is None:
             return
         if self.A is not None:
@@ -106,7 +107,7 @@ class CoCoD(Algorithm):
         if self.comm.rank in self.left_out:
             self.S.copy_to(self.x)
         else:
-            self.S.add_to(self.x)
+            self._taken = self.x, self.S.fold(self.x)
         self.repair(self.left_out)
 
     @torch.no_grad()
@@ -115,9 +116,11 @@ class CoCoD(Algorithm):
         self.begin_round()
         layout = self.comm.layout(self.x)
         if self.S is None or self.S.layout is not layout:
-            self.S = layout.buffer()
-        self.S.copy_(self.x)
-        self.A, self.left_out = self.comm.correction_(self.S, self.w, self.subject("round")), ()
+            self.S, self._taken = layout.buffer(), ([], None)
+        (taken, size), self._taken = self._taken, ([], None)
+        if list(map(id, taken)) != list(map(id, self.x)):
+            size = self.S.take(self.x)
+        self.A, self.left_out = self.comm.correction_(self.S, self.w, self.subject("round"), size=size), ()
         if not self.overlap:
             self.A.wait()
 

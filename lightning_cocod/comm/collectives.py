@@ -18,11 +18,14 @@ from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
+from lightning_cocod.comm.norms import norm, norms, total
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
 
 IN_FLIGHT = 2
 """Buckets at work: one in the transport while the other is filled or emptied."""
+
+_SUM = dist.AllreduceOptions()  # adds up, by default
 
 Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
 
@@ -113,7 +116,7 @@ class Mean(_InPlace):
         if self._distances is not None:
             pieces = self._pieces[bucket]
             torch._foreach_sub_(pieces, self.layout.cut(bucket, scratch, pieces))  # in place: no new memory every round
-            self._distances.append(_norm(pieces))
+            self._distances += norms(pieces)
         super().drain(bucket, scratch)
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
@@ -122,7 +125,7 @@ class Mean(_InPlace):
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
-        return None if self._distances is None else _norm(self._distances)
+        return None if self._distances is None else total(self._distances)
 
 
 class Broadcast(_InPlace):
@@ -167,6 +170,7 @@ class Correction:
         self.layout = snapshot.layout
         self._snapshot = snapshot.buckets
         self.weight = weight
+        self._distances: list[Tensor] = []
 
     def contents(self, bucket: int) -> list[Tensor]:
         """The bucket itself."""
@@ -184,13 +188,16 @@ class Correction:
         return _all_reduce(scratch, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
-        """S_i ← mean - S_i; without an S_i, S_i ← mean."""
+        """S_i ← mean - S_i, whose size is taken while it is in the cache; without an S_i, S_i ← mean."""
+        S = self._snapshot[bucket]
         if not self.weight:
-            self._snapshot[bucket].copy_(scratch)
-        elif scratch.dtype == self._snapshot[bucket].dtype:
-            torch.sub(scratch, self._snapshot[bucket], out=self._snapshot[bucket])
+            S.copy_(scratch)
+            return
+        if scratch.dtype == S.dtype:
+            torch.sub(scratch, S, out=S)
         else:
-            self._snapshot[bucket].copy_(scratch.sub_(self._snapshot[bucket]))
+            S.copy_(scratch.sub_(S))
+        self._distances += norms([S])
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
@@ -198,7 +205,7 @@ class Correction:
 
     def distance(self) -> Tensor | None:
         """‖S‖, now that S is the correction."""
-        return norm(self)
+        return total(self._distances)
 
 
 def _ring(nbytes: int, world_size: int) -> tuple[int, int]:
@@ -207,14 +214,13 @@ def _ring(nbytes: int, world_size: int) -> tuple[int, int]:
 
 
 def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_reduce(bucket, group=group, async_op=True)
-    assert work is not None
-    return work
+    """The group's own method: what torch wraps around it takes longer than handing over."""
+    return group.allreduce([bucket], _SUM)
 
 
-def norm(collective: Collective) -> Tensor:
+def size_of(collective: Collective) -> Tensor:
     """Euclidean norm of what the collective's tensors hold now: a number on their device, NaN or infinite if they are."""
-    return _norm([t for bucket in range(len(collective.layout)) for t in collective.contents(bucket)])
+    return norm([t for bucket in range(len(collective.layout)) for t in collective.contents(bucket)])
 
 
 def is_finite(collective: Collective, size: Tensor) -> bool:
@@ -222,19 +228,6 @@ def is_finite(collective: Collective, size: Tensor) -> bool:
     if bool(torch.isfinite(size)):
         return True
     return all(bool(t.isfinite().all()) for b in range(len(collective.layout)) for t in collective.contents(b))
-
-
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Norm over tensors of one device, in float64. All at once: a call for each costs more than the arithmetic."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    parts = [
-        torch.stack(torch._foreach_norm(like, 2, torch.promote_types(dtype, torch.float32))).double()
-        for dtype, like in kinds.items()
-    ]
-    total: Tensor = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float64)
-    return total
 
 
 @torch.no_grad()

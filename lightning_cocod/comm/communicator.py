@@ -208,6 +208,7 @@ class Communicator:
         def all_here() -> None:
             with transport():
                 work = dist.barrier(self._groups[0], async_op=True)
+            assert work is not None  # every rank is a member of the group
             finish(work, self._groups[0], self._loss)
             self._closing = True  # from here on a peer may be gone
 
@@ -240,12 +241,12 @@ class Communicator:
         """
         return self._submit(subject, Mean(tensors, self.layout(tensors), weight, measured=measured), fit=fit)
 
-    def correction_(self, snapshot: Buffer, weight: float, subject: Subject) -> Message:
+    def correction_(self, snapshot: Buffer, weight: float, subject: Subject, *, size: Tensor | None = None) -> Message:
         """S ← Σ_j w_j S_j - S in place. Its numbers are ‖S‖ before and ‖S‖ after: the size and the distance.
 
-        Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers.
+        Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers. ``size`` is ‖S‖ where it is known.
         """
-        return self._submit(subject, Correction(snapshot, weight))
+        return self._submit(subject, Correction(snapshot, weight), size=size)
 
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
         """x ← x of the source, in place, on the ranks that want it."""
@@ -319,7 +320,9 @@ class Communicator:
         heard[self.rank] = self.samples
         return sum(heard)
 
-    def _submit(self, subject: Subject, collective: Collective, *, fit: bool | None = None) -> Message:
+    def _submit(
+        self, subject: Subject, collective: Collective, *, fit: bool | None = None, size: Tensor | None = None
+    ) -> Message:
         self.check()
         if self._thread is None:
             raise RuntimeError("nothing can be sent before start() or after close()")
@@ -329,7 +332,7 @@ class Communicator:
         def work() -> None:
             with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.layout.nbytes):
                 self.lane.follow(departed)
-                self._carry_out(subject, collective, report, fit, tracer)
+                self._carry_out(subject, collective, report, fit, size, tracer)
 
         with tracer.span("launch", message=what):
             handle = self._send(self._thread, work, what)
@@ -355,12 +358,19 @@ class Communicator:
 
         return thread.submit(explained)
 
-    def _carry_out(self, subject: Subject, collective: Collective, report: Report, fit: bool | None, tracer: Tracer) -> None:
+    def _carry_out(
+        self,
+        subject: Subject,
+        collective: Collective,
+        report: Report,
+        fit: bool | None,
+        size: Tensor | None,
+        tracer: Tracer,
+    ) -> None:
         layout = collective.layout
-        size = None
         if fit is None:
             with tracer.span("look"):
-                size = collectives.norm(collective)
+                size = collectives.size_of(collective) if size is None else size
                 fit = collectives.is_finite(collective, size)
         header = Header(
             subject.algorithm,

@@ -95,6 +95,7 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
     packed = mine.pack()
     with transport():
         work = dist.all_gather(everyone, packed, group=group, async_op=True)
+    assert work is not None  # every rank is a member of the group
     finish(work, group, over)
     headers = [Header.unpack(theirs.numpy().tobytes()) for theirs in everyone]
     for other, header in enumerate(headers):

@@ -18,8 +18,6 @@ import traceback
 from functools import partial
 from multiprocessing import Pipe
 
-import torch.distributed as dist
-
 from lightning_cocod.comm import collectives
 from support import worker
 from support.toys import Toy
@@ -134,7 +132,7 @@ class Faulty(Toy):
 
 def in_the_transport(where, happens):
     """From now on, this rank's next message meets the fault: its bytes are handed over, or have been reduced here."""
-    launch = dist.all_reduce
+    launch = collectives._all_reduce
 
     def all_reduce(*args, **kwargs):
         work = launch(*args, **kwargs)
@@ -143,7 +141,7 @@ def in_the_transport(where, happens):
         happens()
         return work
 
-    collectives.dist.all_reduce = all_reduce
+    collectives._all_reduce = all_reduce
 
 
 def forked(rank, world_size, fn, *args):

@@ -64,9 +64,9 @@ class Job:
         store = TCPStore(seat.address, seat.port, is_master=False, timeout=timedelta(seconds=plan.limit))
         self.store: Store = PrefixStore(f"entry {seat.number} job", store)
         """Where the ranks' processes of this entry can tell each other something before training."""
-        self.meter = Meter(plan.warmup, plan.rounds, self._done)
         torch.manual_seed(plan.seed)
         self.module = Training(WORK[plan.workload], plan.batch_size)
+        self.meter = Meter(plan.warmup, plan.rounds, self._done, lambda: self.module.computed)
 
     @property
     def own_address(self) -> str:

@@ -24,11 +24,13 @@ class Meter:
         rounds: measured ones.
         done: takes the result, all of it a round's: `rounds` (seconds of each), `cpu` (seconds by kind of thread: user,
             system), `machine` (CPU seconds of the whole machine), `sent` (bytes), but `peak` (bytes so far).
-            With an algorithm of ours also `handed` (bytes, to the transport) and its `metrics`.
+            `computing` is the part of the time in which the training thread computed. With an algorithm of ours also
+            `handed` (bytes, to the transport) and its `metrics`.
+        computed: tells the CPU seconds so far in which the training thread computed.
     """
 
-    def __init__(self, warmup: int, rounds: int, done: Callable[[Result], None]) -> None:
-        self._warmup, self._rounds, self._done = warmup, rounds, done
+    def __init__(self, warmup: int, rounds: int, done: Callable[[Result], None], computed: Callable[[], float]) -> None:
+        self._warmup, self._rounds, self._done, self._computed = warmup, rounds, done, computed
         self._count = 0
         self._times: list[float] = []
         self._device = counters.device()
@@ -40,6 +42,7 @@ class Meter:
         self._count += 1
         if self._count == self._warmup:
             self._cpu, self._machine, self._sent = counters.cpu(), counters.machine_cpu(), counters.sent(self._device)
+            self._begun = self._computed()
             if self.algorithm is not None:
                 self._reading = self.algorithm.reading()
         if self._count >= self._warmup:
@@ -58,6 +61,7 @@ class Meter:
             "machine": (counters.machine_cpu() - self._machine) / self._rounds,
             "sent": (counters.sent(self._device) - self._sent) / self._rounds,
             "peak": counters.peak_memory(),
+            "computing": (self._computed() - self._begun) / (self._times[-1] - self._times[0]),
         }
         if self.algorithm is not None:
             handed = self.algorithm.reading().totals.sent - self._reading.totals.sent

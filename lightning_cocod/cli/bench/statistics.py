@@ -48,10 +48,13 @@ class Row(NamedTuple):
         fraction: of the ceiling's speed in the same repeat.
         least: the smallest fraction of any repeat.
         most: the largest.
+        by_cpu: the same fraction by CPU time: the part of the time in which the training thread computes forward, backward
+            and update, beside the ceiling's, less the transport's interrupts, which the kernel charges to whom they meet.
+            A machine that is slower at one moment than at the next changes it little.
         transport_percent: of a round: the CPU time that the transport alone takes for the same bytes.
         limit: what the transport leaves of the ceiling's speed.
         target: what a strategy of ours has to reach.
-        own_percent: of the ceiling's speed, lost beyond the limit.
+        own_percent: of the ceiling's speed, lost beyond the limit by CPU time.
         own_ms: what a step takes longer than the ceiling's.
         sent_mb: put on the network for each step by each rank, with all headers.
         peak_mb: memory beyond the ceiling's peak.
@@ -72,6 +75,7 @@ class Row(NamedTuple):
     fraction: float | None = None
     least: float | None = None
     most: float | None = None
+    by_cpu: float | None = None
     transport_percent: float | None = None
     limit: float | None = None
     target: float | None = None
@@ -150,10 +154,15 @@ def _beside(row: Row, of: Trials, ceiling: Trials) -> Row:
         fraction=median(fractions),
         least=min(fractions),
         most=max(fractions),
+        by_cpu=median(_computing(results) / _computing(alone) for results, alone in pairs),
         own_ms=1e3 * median(_step(results, period) - _step(alone, period) for results, alone in pairs),
         peak_mb=peak / 1e6,
         peak_parameters=peak / pairs[0][0][0]["parameters"],
     )
+
+
+def _computing(results: Sequence[Result]) -> float:
+    return sum(float(result["computing"]) for result in results) / len(results)
 
 
 def _peak(results: Sequence[Result]) -> float:
@@ -196,12 +205,14 @@ class Transport(NamedTuple):
     Attributes:
         seconds: that it takes.
         cpu: seconds of each rank: all threads, and what the kernel does for them outside of any thread.
+        interrupts: the latter part of them.
         sent_mb: by each rank in an all-reduce, divided by the steps of a period.
         capacity: CPUs that a rank has: those it trains on, or its share of the machine where there are fewer.
     """
 
     seconds: float
     cpu: float
+    interrupts: float
     sent_mb: float
     capacity: float
 
@@ -220,7 +231,8 @@ class Transport(NamedTuple):
         assert row.sent_mb is not None
         threads = row.setting.period * sum(ms or 0.0 for ms in (row.training_ms, row.others_ms)) / 1e3
         machine = row.setting.period * row.machine_ms / 1e3 - others * seconds / row.setting.ranks
-        return cls(seconds, max(threads, machine), row.sent_mb, min(run["threads"], run["cpus"] / run["ranks"]))
+        capacity = min(run["threads"], run["cpus"] / run["ranks"])
+        return cls(seconds, max(threads, machine), max(0.0, machine - threads), row.sent_mb, capacity)
 
     def judge(self, row: Row, alone: float, *, ours: bool) -> Row:
         """Add what the transport leaves of the ceiling's speed for a row's bytes, and for ours how near it comes.
@@ -234,16 +246,17 @@ class Transport(NamedTuple):
             ours: whether it has a target.
         """
         assert row.step_ms is not None
-        assert row.fraction is not None
+        assert row.by_cpu is not None
         assert row.sent_mb is not None
         bytes_ = row.sent_mb / self.sent_mb
         if ours:
             bytes_ = min(1.0, bytes_)
-        share = bytes_ * self.cpu / (self.capacity * row.setting.period * row.step_ms / 1e3)
+        round_ = self.capacity * row.setting.period * row.step_ms / 1e3
+        share, by_cpu = bytes_ * self.cpu / round_, row.by_cpu - bytes_ * self.interrupts / round_
         by_link = row.setting.period * alone / (bytes_ * self.seconds) if bytes_ > 0 else 1.0
         limit = min(1 - share, by_link)
-        own = 100 * (limit - row.fraction)
-        row = row._replace(transport_percent=100 * share, limit=limit)
+        own = 100 * (limit - by_cpu)
+        row = row._replace(by_cpu=by_cpu, transport_percent=100 * share, limit=limit)
         target = HIDDEN * (1 - share) if 1 - share <= by_link else BOUND * by_link
         return row._replace(target=target, own_percent=own) if ours else row
 

@@ -25,6 +25,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "contender": lambda row: row.contender,
     "step, ms": lambda row: _number(2)(row.step_ms),
     "of the ceiling": _fraction,
+    "by CPU time": lambda row: _number(3)(row.by_cpu),
     "transport, %": lambda row: _number(1)(row.transport_percent),
     "limit": lambda row: _number(3)(row.limit),
     "target": lambda row: _number(3)(row.target),

@@ -1,0 +1,35 @@
+"""Euclidean norms, as numbers on the tensors' device: NaN or infinite if the tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Norm over all of them, in float64."""
+    return total(norms(tensors))
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Norm of each, those of one dtype together: a call for each costs more than the arithmetic."""
+    sizes: list[Tensor] = []
+    for dtype, alike in _by_dtype(tensors).items():
+        sizes += torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
+    return sizes
+
+
+def total(sizes: Sequence[Tensor]) -> Tensor:
+    """Norm over all tensors of which these are the norms, in float64."""
+    parts = [torch.stack(alike).double() for alike in _by_dtype(sizes).values()]
+    both: Tensor = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float64)
+    return both
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    return kinds
