@@ -296,7 +296,7 @@ def test_a_run_measures_and_keeps_the_row_of_what_crashes(tmp_path, monkeypatch,
     (broken / "__init__.py").write_text("import os; os.abort()")
     monkeypatch.syspath_prepend(str(broken.parent))
     out = tmp_path / "out"
-    options = "--workload tiny --period 4 --rounds 2 --repeats 1 --limit 60 --contenders transport,cocod,ddp,torchft_diloco"
+    options = "--workload mlp --period 4 --rounds 2 --repeats 1 --limit 60 --contenders transport,cocod,ddp,torchft_diloco"
     main.measure([*options.split(), "--out", str(out)])
     made = by_name(main.read(out))
     assert list(made) == ["none", "transport", "cocod", "ddp", "torchft_diloco"]

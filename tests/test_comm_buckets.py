@@ -203,9 +203,9 @@ def test_without_a_cap_a_bucket_is_an_80th_of_the_whole_within_limits():
         return max(flat.nbytes for flat in Layout([torch.empty(n) for n in sizes]).buffer().buckets)
 
     assert largest(500_000, 18_000_000, 1_500_000) == 4 * 250_000
-    assert largest(8_000_000) == 512 << 10
+    assert largest(8_000_000) == 640 << 10
     assert largest(1000) == 4000
-    assert largest(200_000) == 512 << 10
+    assert largest(200_000) == 640 << 10
     assert largest(200_000_000) == 4 << 20
 
 

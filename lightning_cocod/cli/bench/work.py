@@ -35,9 +35,9 @@ def _numbers(size: int) -> Callable[[int], Tensor]:
     return lambda count: torch.randn(count, size)
 
 
-def _mlp() -> nn.Module:
-    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(256, 10))
+def _mlp(layers: int, width: int) -> nn.Module:
+    hidden = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
 WORK = {
@@ -46,9 +46,10 @@ WORK = {
     "vgg16": Work(vgg16, _images(32), 10, batch_size=16, period=8),
     "gpt": Work(gpt, lambda count: torch.randint(256, (count, 64)), 256, batch_size=16, period=8),
     "huge": Work(partial(nn.Linear, 10_000, 10_000), _numbers(10_000), 10_000, batch_size=4, period=8),
-    "tiny": Work(_mlp, _numbers(256), 10, batch_size=16, period=8),
+    "mlp": Work(partial(_mlp, 8, 256), _numbers(256), 10, batch_size=16, period=8),
+    "tiny": Work(partial(_mlp, 2, 64), _numbers(64), 10, batch_size=16, period=8),
 }
-"""By name. One tensor of `vgg16` and the one of `huge` have 400 MB; in steps of `tiny` much time is the Trainer's."""
+"""By name. One tensor of `vgg16` and the one of `huge` have 400 MB; most of a step of `tiny` is the Trainer's."""
 
 
 class Training(L.LightningModule):
