@@ -202,10 +202,10 @@ def test_without_a_cap_a_bucket_is_an_80th_of_the_whole_within_limits():
     def largest(*sizes):
         return max(flat.nbytes for flat in Layout([torch.empty(n) for n in sizes]).buffer().buckets)
 
-    assert largest(500_000, 18_000_000, 1_500_000) == 4 * 250_000
-    assert largest(8_000_000) == 640 << 10
+    assert largest(500_000, 38_000_000, 1_500_000) == 4 * 500_000
+    assert largest(8_000_000) == 1 << 20
     assert largest(1000) == 4000
-    assert largest(200_000) == 640 << 10
+    assert largest(400_000) == 1 << 20
     assert largest(200_000_000) == 4 << 20
 
 

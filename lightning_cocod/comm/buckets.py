@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_cocod.comm.norms import norms, total
 
 MAX_BUCKET_BYTES = 4 << 20
-MIN_BUCKET_BYTES = 640 << 10
+MIN_BUCKET_BYTES = 1 << 20
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -64,8 +64,8 @@ class Layout:
     Args:
         tensors: what travels. Dense tensors are cut anywhere; a tensor with gaps in its memory stays in one piece.
         cap: the most bytes of a bucket as its values are summed (``summed_in``). By default an 80th of the whole, between
-            640 KiB and 4 MiB: our buffers in flight and the transport's stay below 5 % of the parameters, or 2 MiB. To hand
-            one over costs the same whatever its size.
+            1 and 4 MiB: two of them in flight and the transport's memory, half as much, stay below 4 % of the parameters, or
+            3 MiB. To hand one over costs the same whatever its size.
 
     Attributes:
         nbytes: of the tensors.

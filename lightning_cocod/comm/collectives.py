@@ -197,7 +197,7 @@ class Correction:
             torch.sub(scratch, S, out=S)
         else:
             S.copy_(scratch.sub_(S))
-        self._distances += norms([S])
+        self._distances.append(torch.linalg.vector_norm(S, dtype=torch.promote_types(S.dtype, torch.float32)))
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
@@ -251,7 +251,7 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
                 collective.fill(bucket, memory)
             else:
                 memory.zero_()  # not 0·x: that is NaN where x is
-        with transport():
+        with transport:
             at_work.append((bucket, memory, collective.launch(memory, group)))
     while at_work:
         finish_oldest()

@@ -206,7 +206,7 @@ class Communicator:
         """Wait until all ranks are here. Returns the failure that stands against it."""
 
         def all_here() -> None:
-            with transport():
+            with transport:
                 work = dist.barrier(self._groups[0], async_op=True)
             assert work is not None  # every rank is a member of the group
             finish(work, self._groups[0], self._loss)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class CommunicationError(RuntimeError):
     """Anything that ends communication between the workers for good."""
@@ -30,13 +27,17 @@ class GivenUp(TransportError):
     """An operation that was still under way when communication ended: nobody waits for it any more."""
 
 
-@contextmanager
-def transport() -> Iterator[None]:
-    """Marks calls into the transport, so that no other error is taken for a broken connection."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's distributed errors are RuntimeErrors
-        raise TransportError(first_line(error)) from None
+class _Transport:
+    """Around calls into the transport, so that no other error is taken for a broken connection."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError):  # as torch's distributed errors are
+            raise TransportError(first_line(error)) from None
+
+
+transport = _Transport()
 
 
 def in_one_line(error: BaseException) -> str:

@@ -93,7 +93,7 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
     rank, world_size = group.rank(), group.size()
     everyone = [torch.empty(_FORMAT.size, dtype=torch.uint8) for _ in range(world_size)]
     packed = mine.pack()
-    with transport():
+    with transport:
         work = dist.all_gather(everyone, packed, group=group, async_op=True)
     assert work is not None  # every rank is a member of the group
     finish(work, group, over)

@@ -29,7 +29,7 @@ def finish(work: dist.Work, group: dist.ProcessGroup, over: threading.Event) -> 
         if was_over:
             raise GivenUp("it was given up")
         was_over = over.is_set()
-    with transport():
+    with transport:
         work.wait()
 
 
