@@ -86,20 +86,25 @@ class Job:
         self.store.wait(["all"])
 
     def fit(self, strategy: Strategy, *callbacks: L.Callback) -> None:
-        """Train as long as it takes to measure, as a user would: with the Trainer."""
+        """Train as long as it takes to measure, as a user would: with the Trainer.
+
+        Where ranks share CPUs, for a round longer: one that ends early must not make room for those still being measured.
+        """
+        shared = self.seat.ranks * self.plan.threads > (os.cpu_count() or 1)
+        steps = self.plan.steps + (self.plan.period if shared else 0)
         trainer = L.Trainer(
             strategy=strategy,
             accelerator="cpu",
             devices=1,
             num_nodes=self.seat.ranks if isinstance(strategy, ParallelStrategy) else 1,
             callbacks=[*callbacks, Boundaries(self.meter, self.plan.period, self.together)],
-            max_steps=self.plan.steps,
+            max_steps=steps,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(self.module, Batches(self.module.batch, self.plan.steps))
+        trainer.fit(self.module, Batches(self.module.batch, steps))
 
     def _done(self, result: Result) -> None:
         parameters = sum(p.numel() * p.element_size() for p in self.module.parameters())
