@@ -1,6 +1,7 @@
 """Settings of the whole suite: what tests can import, one thread, no network, and no process left at the end."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ if (here := str(Path(__file__).parent)) not in sys.path:
 from support import pool
 
 os.environ["WANDB_MODE"] = "offline"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore it, and so would the ranks of tests
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 

@@ -45,7 +45,7 @@ def test_it_is_what_the_generators_say(names):
         assert torch.equal(taken["torch"], torch.get_rng_state())
 
 
-def test_a_kept_normal_number_does_not_show_in_the_generator():  # so its memory alone would not do
+def test_a_kept_normal_number_does_not_show_in_the_generator():  # so a look at its memory alone would not do
     np.random.seed(0)
     np.random.randn()
     kept = numpy_says()
