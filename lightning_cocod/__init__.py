@@ -3,9 +3,9 @@
 Importing the package registers its strategies: ``Trainer(strategy="cocod")``.
 """
 
-from lightning_cocod.algorithms import Algorithm, CoCoD, Every, LocalSGD, Schedule, WarmUp, When
+from lightning_cocod.algorithms import DCS3GD, Algorithm, CoCoD, Every, LocalSGD, Schedule, WarmUp, When
 from lightning_cocod.comm import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
-from lightning_cocod.strategies import AlgorithmStrategy, CoCoDStrategy, LocalSGDStrategy, register
+from lightning_cocod.strategies import AlgorithmStrategy, CoCoDStrategy, DCS3GDStrategy, LocalSGDStrategy, register
 from lightning_cocod.telemetry import CommunicationMonitor, CommunicationTrace
 
 register()
@@ -13,6 +13,7 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "DCS3GD",
     "Algorithm",
     "AlgorithmStrategy",
     "CoCoD",
@@ -20,6 +21,7 @@ __all__ = [
     "CommunicationError",
     "CommunicationMonitor",
     "CommunicationTrace",
+    "DCS3GDStrategy",
     "Every",
     "LocalSGD",
     "LocalSGDStrategy",

@@ -183,8 +183,8 @@ def in_process(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("strategy=foo", "strategy=foo is unknown: choose cocod, ddp, local_sgd"),
-        ("-m strategy=ddp,foo", "strategy=foo is unknown: choose cocod, ddp, local_sgd"),
+        ("strategy=foo", "strategy=foo is unknown: choose cocod, dc_s3gd, ddp, local_sgd"),
+        ("-m strategy=ddp,foo", "strategy=foo is unknown: choose cocod, dc_s3gd, ddp, local_sgd"),
         ("stratgy=ddp", "stratgy is no option: did you mean strategy?"),
         ("trainer.max_epoch=3", "trainer.max_epoch is no option: did you mean trainer.max_epochs? trainer has accelerator,"),
         ("model=vgg16 model.batchnorm=true", "did you mean model.batch_norm? model has batch_norm"),

@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, flat, having, loader, made, parameters, trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_cocod import CoCoD, CoCoDStrategy, LocalSGD, LocalSGDStrategy
+from lightning_cocod import DCS3GD, CoCoD, CoCoDStrategy, DCS3GDStrategy, LocalSGD, LocalSGDStrategy
 
 
 class Trajectory(Callback):
@@ -53,16 +53,18 @@ def plain(rank, world, algorithm, options):
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     path = []
     model.log = lambda *_, **__: None
-    with algorithm(model, optimizer, period=3):
+    with algorithm(model, optimizer, period=3) as running:
         for _ in range(2):
             for i, batch in enumerate(batches):
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
                     loss = model.loss(batch)
                 (loss / accumulate).backward()
                 if (i + 1) % accumulate == 0 or i + 1 == len(batches):
+                    running.before_step()
                     if clip:
                         clip(model.parameters())  # each rank its own gradients
-                    optimizer.step()
+                    running.step(optimizer.step)
+                    running.after_step()
                     optimizer.zero_grad()
                     schedule.step()
                 path.append(parameters(model))
@@ -94,7 +96,11 @@ CASES = {
 }
 
 
-LOOPS = {"cocod": (CoCoD, CoCoDStrategy), "local_sgd": (LocalSGD, LocalSGDStrategy)}
+LOOPS = {
+    "cocod": (CoCoD, CoCoDStrategy),
+    "dc_s3gd": (DCS3GD, DCS3GDStrategy),
+    "local_sgd": (LocalSGD, LocalSGDStrategy),
+}
 
 
 def test_every_strategy_has_a_plain_loop_to_be_compared_with():
@@ -246,7 +252,7 @@ def scaled(rank, world, strategy):
     return {"steps": seen.steps, "rates": seen.rates, "end": flat(model), "scale": scaler.get_scale(), "path": path}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
 def test_a_step_that_one_ranks_scaler_skips_counts_on_both(strategy):  # field report 5
     ranks = run_ranks(scaled, 2, strategy, init=False)
     assert_consensus_at_end(ranks)

@@ -2,7 +2,8 @@
 
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.cocod import CoCoD
+from lightning_cocod.algorithms.dc_s3gd import DCS3GD
 from lightning_cocod.algorithms.local_sgd import LocalSGD
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 
-__all__ = ["Algorithm", "CoCoD", "Every", "LocalSGD", "Schedule", "WarmUp", "When"]
+__all__ = ["DCS3GD", "Algorithm", "CoCoD", "Every", "LocalSGD", "Schedule", "WarmUp", "When"]

@@ -28,15 +28,35 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
+def nonnegative(name: str, value: object) -> float:
+    """A finite number of at least 0.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+    return float(value)
+
+
+def choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """One of the choices.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+    return str(value)
+
+
 def nonfinite(value: object) -> bool:
     """What ``on_nonfinite`` says about ranks that are not finite: whether to go on without them.
 
     Raises:
         ValueError: neither "raise" nor "skip".
     """
-    if value not in ("raise", "skip"):
-        raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {value!r}")
-    return value == "skip"
+    return choice("on_nonfinite", value, ("raise", "skip")) == "skip"
 
 
 def positive(weights: Sequence[float] | None, world_size: int | None = None) -> list[float] | None:

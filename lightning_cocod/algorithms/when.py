@@ -110,9 +110,13 @@ class Rounds:
         self.ends: int | None = None
         self.length: int | None = None
 
+    def due(self, step: int) -> bool:
+        """Whether the forward of this step belongs to a new round."""
+        return not self.when.synchronous(step) and (self.ends is None or step >= self.ends)
+
     def begin(self, step: int) -> bool:
         """Begin a round before the forward of this step if one is due. Returns whether it has begun."""
-        if self.when.synchronous(step) or (self.ends is not None and step < self.ends):
+        if not self.due(step):
             return False
         self.length = self.when.period(step)
         self.ends = step + self.length

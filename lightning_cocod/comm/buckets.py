@@ -58,6 +58,13 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+def in_the_order_of(like: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it whose elements lie in memory as those of another one of its shape do."""
+    if _form(tensor) == _form(like):
+        return tensor
+    return torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 class Layout:
     """How tensors lie in buckets.
 
@@ -125,6 +132,10 @@ class Layout:
             self._cache = (key, views)
         return self._cache[1]
 
+    def numbers(self, bucket: int) -> list[int]:
+        """Of the tensors whose pieces lie in a bucket, piece by piece."""
+        return [p.index for p in self._pieces[bucket]]
+
     def buffer(self) -> Buffer:
         """New, uninitialised buckets for a copy of all the tensors."""
         return Buffer(self, [torch.empty(n, dtype=k[0], device=k[1]) for n, k in self._each()])
@@ -169,6 +180,18 @@ class Buffer:
         if all(flat.device.type == "cpu" for flat in self.buckets):
             return (([b], v, p) for b, v, p in zip(self.buckets, self._views, pieces, strict=True) if v)
         return iter([(self.buckets, [v for views in self._views for v in views], [p for bucket in pieces for p in bucket])])
+
+    def beside(self, *lists: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Every piece: the number of its tensor, the part of the buffer, and those of each list's tensor with that number.
+
+        Raises:
+            ValueError: the tensors of a list are not in the layout's memory order.
+        """
+        cut = [self.layout.pieces(tensors, keep=False) for tensors in lists]
+        for j, flat in enumerate(self.buckets):
+            here = [pieces[j] for pieces in cut]
+            for number, *parts in zip(self.layout.numbers(j), self.layout.cut(j, flat, here[0]), *here, strict=True):
+                yield number, tuple(parts)
 
     @torch.no_grad()
     def copy_(self, tensors: Sequence[Tensor]) -> None:

@@ -4,9 +4,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_cocod.strategies.base import AlgorithmStrategy
 from lightning_cocod.strategies.cocod import CoCoDStrategy
+from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
 from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
 
-STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (CoCoDStrategy, LocalSGDStrategy)
+STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (CoCoDStrategy, DCS3GDStrategy, LocalSGDStrategy)
 """All strategies of the package."""
 
 
@@ -16,4 +17,4 @@ def register() -> None:
         strategy.register_strategies(StrategyRegistry)
 
 
-__all__ = ["STRATEGIES", "AlgorithmStrategy", "CoCoDStrategy", "LocalSGDStrategy", "register"]
+__all__ = ["STRATEGIES", "AlgorithmStrategy", "CoCoDStrategy", "DCS3GDStrategy", "LocalSGDStrategy", "register"]

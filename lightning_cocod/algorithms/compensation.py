@@ -1,0 +1,85 @@
+"""Delay compensation: a gradient is corrected, to the first order, for a move of the parameters that is still to come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_cocod.algorithms.options import choice, nonnegative
+
+FLOOR = 16
+"""In units of ε ‖x‖: a D that is no larger is taken for rounding error."""
+
+
+class Part(NamedTuple):
+    """A run of elements of one tensor: where they are, where they will be moved, and their gradient."""
+
+    tensor: int
+    x: Tensor
+    D: Tensor
+    g: Tensor
+    decay: float = 0.0
+    """wd, if the correction is to be formed from g + wd·x."""
+
+
+class Compensation:
+    r"""g̃ = g + λ g ⊙ g ⊙ D with λ = min(λ_max, λ_0 ‖g‖ / ‖g ⊙ g ⊙ D‖).
+
+    λ = 0 where ‖D‖ ≤ 16 ε ‖x‖, ε being the resolution of the dtype, or the denominator is 0.
+    Nothing waits for the device. Norms are accumulated in float64, products taken in float32 at least.
+
+    Args:
+        lambda_0: λ_0 ≥ 0.
+        norm: over what the norms are taken: ``"model"``, all parts of a call, or each ``"tensor"`` for itself.
+        lambda_max: λ_max ≥ 0; no limit by default.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    def __init__(
+        self, lambda_0: float = 0.2, *, norm: Literal["model", "tensor"] = "model", lambda_max: float | None = None
+    ) -> None:
+        self.lambda_0 = nonnegative("lambda_0", lambda_0)
+        self.lambda_max = math.inf if lambda_max is None else nonnegative("lambda_max", lambda_max)
+        self.per_tensor = choice("norm", norm, ("model", "tensor")) == "tensor"
+
+    @torch.no_grad()
+    def __call__(self, parts: Iterable[Part]) -> None:
+        """g ← g̃ in place."""
+        together: dict[int, list[Part]] = {}
+        for part in parts:
+            together.setdefault(part.tensor if self.per_tensor else 0, []).append(part)
+        for those in together.values():
+            λ = self._lambda(those)
+            for part in those:
+                part.g.add_(_curvature(part)[1].mul_(λ).to(part.g.dtype))
+
+    def _lambda(self, parts: list[Part]) -> Tensor:
+        """λ, a number on the parts' device."""
+        sums = []
+        for part in parts:
+            g, u = _curvature(part)
+            resolution = FLOOR * torch.finfo(part.x.dtype).eps
+            sums.append(torch.stack([_square(g), _square(u), _square(part.D), _square(part.x) * resolution**2]))
+        g, u, D, floor = torch.stack(sums).sum(0).sqrt()
+        nothing = (floor >= D) | (u <= g * torch.finfo(torch.float32).tiny)  # also where λ would be too large for float32
+        return torch.where(nothing, 0.0, (self.lambda_0 * g / u).clamp(max=self.lambda_max))
+
+
+def _curvature(part: Part) -> tuple[Tensor, Tensor]:
+    """g, and g ⊙ g ⊙ D: the diagonal of g gᵀ, in place of the Hessian, times the move. Both are new."""
+    wide = torch.promote_types(part.g.dtype, torch.float32)
+    g = part.g.to(wide, copy=True)
+    if part.decay:
+        g.add_(part.x.to(wide), alpha=part.decay)
+    return g, g.square().mul_(part.D)
+
+
+def _square(t: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(t, dtype=torch.float64)
+    return norm.square()
