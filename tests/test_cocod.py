@@ -592,13 +592,13 @@ def held_back():
 @contextmanager
 def jitter(rank):
     """Sleeps of random length between the buckets, different on every rank."""
-    draw, reduce = random.Random(rank), collectives._hand_over
+    draw, reduce = random.Random(rank), collectives._all_reduce
 
     def later(*args):
         time.sleep(draw.random() * 2e-3)
         return reduce(*args)
 
-    with mock.patch.object(collectives, "_hand_over", later):
+    with mock.patch.object(collectives, "_all_reduce", later):
         yield
 
 
@@ -772,9 +772,9 @@ def zoo_run(rank, n, cap, steps=13):
 
 
 def zoo_reference(steps=13):
-    """Two workers, one process, exact in every dtype. A - S_i of two workers is w_j (S_j - S_i).
+    """Two workers, one process. The sum of two is the same in any order, so that this is exact in every dtype.
 
-    That of halves is computed in float32 and then rounded.
+    Halves are averaged in float32; the correction A - S is what is rounded.
     """
 
     def summed(t):
@@ -782,15 +782,16 @@ def zoo_reference(steps=13):
 
     workers = [zoo_params(0) for _ in range(2)]
     optimizers = [zoo_optimizer(params) for params in workers]
-    S = None
+    S, A = None, None
     for t in range(steps + 1):
         if t % 3 == 0:
             moving = [k for k in workers[0] if not ((k == "late" and t <= 4) or (k == "added" and t <= 5) or k == "frozen")]
             with torch.no_grad():
-                for params, own, other in zip(workers, S, S[::-1], strict=True) if S else []:
-                    for k, s in own.items():
-                        params[k] += (0.5 * (summed(other[k]) - summed(s))).to(s.dtype)
+                for k, mean in (A or {}).items():
+                    for params, s in zip(workers, S, strict=True):
+                        params[k] += (mean - summed(s[k])).to(s[k].dtype)
                 S = [{k: params[k].detach().clone() for k in moving} for params in workers]
+                A = {k: summed(S[0][k]) * 0.5 + summed(S[1][k]) * 0.5 for k in moving}
         if t == steps:
             return [{k: p.detach() for k, p in params.items()} for params in workers]
         for rank, (params, optimizer) in enumerate(zip(workers, optimizers, strict=True)):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.norms import norms, total
 
-MAX_BUCKET_BYTES = 2 << 20
+MAX_BUCKET_BYTES = 4 << 20
 MIN_BUCKET_BYTES = 1 << 20
 
 
@@ -71,7 +71,7 @@ class Layout:
     Args:
         tensors: what travels. Dense tensors are cut anywhere; a tensor with gaps in its memory stays in one piece.
         cap: the most bytes of a bucket as its values are summed (``summed_in``). By default an 80th of the whole, between
-            1 and 2 MiB: two of them in flight and the transport's memory, half as much, stay below 4 % of the parameters, or
+            1 and 4 MiB: two of them in flight and the transport's memory, half as much, stay below 4 % of the parameters, or
             3 MiB. To hand one over costs the same whatever its size.
 
     Attributes:

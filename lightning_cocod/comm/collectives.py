@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cocod.comm.buckets import Buffer, Layout, summed_in
+from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.norms import norm, norms, total
 from lightning_cocod.comm.tracer import Tracer
@@ -26,7 +26,6 @@ IN_FLIGHT = 2
 """Buckets at work: one in the transport while the other is filled or emptied."""
 
 _SUM = dist.AllreduceOptions()  # adds up, by default
-_SWAP = dist.AllToAllOptions()
 
 Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
 
@@ -40,12 +39,12 @@ class Collective(Protocol):
     """One operation on all buckets of a layout.
 
     Attributes:
-        weight: of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives.
-        sums: whether the transport adds values up: they travel in the dtype in which that is done.
+        sums: whether values are added up, and so travel in the dtype in which that is done.
     """
 
     layout: Layout
     weight: float
+    """Of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives."""
     sums: ClassVar[bool]
 
     def contents(self, bucket: int) -> list[Tensor]:
@@ -54,7 +53,7 @@ class Collective(Protocol):
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """Write this worker's part."""
 
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Hand the bucket to the transport."""
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
@@ -108,7 +107,7 @@ class Mean(_InPlace):
         super().fill(bucket, scratch)
         scratch.mul_(self.weight)
 
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
         return _all_reduce(scratch, group)
 
@@ -133,13 +132,14 @@ class Broadcast(_InPlace):
     """x ← x of the source, where it is wanted."""
 
     weight = 1.0
-    sums: ClassVar[bool] = False
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, source: int = 0, *, wanted: bool = True) -> None:
         super().__init__(tensors, layout)
         self._source, self._wanted = source, wanted
 
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    sums: ClassVar[bool] = False
+
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """The source sends, the others receive."""
         as_bytes = scratch.view(torch.uint8)  # the transport does not know every dtype
         work = dist.broadcast(as_bytes, group_src=self._source, group=group, async_op=True)
@@ -183,7 +183,7 @@ class Correction:
         else:  # the product, too, in the dtype of the sum
             scratch.copy_(self._snapshot[bucket]).mul_(self.weight)
 
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
         return _all_reduce(scratch, group)
 
@@ -197,11 +197,7 @@ class Correction:
             torch.sub(scratch, S, out=S)
         else:
             S.copy_(scratch.sub_(S))
-        self._measure(S)
-
-    def _measure(self, correction: Tensor) -> None:
-        wide = torch.promote_types(correction.dtype, torch.float32)
-        self._distances.append(torch.linalg.vector_norm(correction, dtype=wide))
+        self._distances.append(torch.linalg.vector_norm(S, dtype=torch.promote_types(S.dtype, torch.float32)))
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
@@ -210,47 +206,6 @@ class Correction:
     def distance(self) -> Tensor | None:
         """‖S‖, now that S is the correction."""
         return total(self._distances)
-
-
-class Exchange(Correction):
-    """The same between two workers i and j, who need no sum: they swap their snapshots, and S_i ← w_j (S_j - S_i).
-
-    As many bytes as an all-reduce (half of them in half precision, as nothing is added on the way), but the snapshot goes
-    out from where it lies, and the transport has no arithmetic: two passes over memory in place of five. CPU only.
-    """
-
-    sums: ClassVar[bool] = False
-
-    def __init__(self, snapshot: Buffer, weight: float, other: int) -> None:
-        super().__init__(snapshot, weight)
-        self._other = other
-
-    def fill(self, bucket: int, scratch: Tensor) -> None:
-        """Nothing to do: what travels is S_i itself."""
-
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """S_i to the other, S_j here. One that is left out sends zeros, which the other weighs with 0."""
-        S = self._snapshot[bucket]
-        there, here = (S if self.weight else torch.zeros_like(S)).view(torch.uint8), scratch.view(torch.uint8)
-        split = [0, 0]
-        split[self._other] = len(here)
-        return group.alltoall_base(here, there, split, split, _SWAP)
-
-    def drain(self, bucket: int, scratch: Tensor) -> None:
-        """S_i ← w_j (S_j - S_i); without an S_i, S_i ← S_j."""
-        S = self._snapshot[bucket]
-        if not self.weight:
-            S.copy_(scratch)
-            return
-        if summed_in(S.dtype) == S.dtype:
-            torch.sub(scratch, S, out=S).mul_(1 - self.weight)
-        else:
-            S.copy_(scratch.to(summed_in(S.dtype)).sub_(S).mul_(1 - self.weight))
-        self._measure(S)
-
-    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Every value once each way."""
-        return self.layout.nbytes, self.layout.nbytes
 
 
 def _ring(nbytes: int, world_size: int) -> tuple[int, int]:
@@ -275,11 +230,6 @@ def is_finite(collective: Collective, size: Tensor) -> bool:
     return all(bool(t.isfinite().all()) for b in range(len(collective.layout)) for t in collective.contents(b))
 
 
-def _hand_over(collective: Collective, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    with transport:
-        return collective.launch(bucket, scratch, group)
-
-
 @torch.no_grad()
 def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer) -> None:
     """All buckets, in order, ``IN_FLIGHT`` of them at a time, until communication is ``over``."""
@@ -301,6 +251,7 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
                 collective.fill(bucket, memory)
             else:
                 memory.zero_()  # not 0·x: that is NaN where x is
-        at_work.append((bucket, memory, _hand_over(collective, bucket, memory, group)))
+        with transport:
+            at_work.append((bucket, memory, collective.launch(memory, group)))
     while at_work:
         finish_oldest()

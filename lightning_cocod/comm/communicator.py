@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_cocod.comm import collectives
 from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
-from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Exchange, Mean
+from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
 from lightning_cocod.comm.errors import (
     CommunicationError,
     GivenUp,
@@ -246,9 +246,7 @@ class Communicator:
 
         Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers. ``size`` is ‖S‖ where it is known.
         """
-        swap = self.world_size == 2 and self.device.type == "cpu"
-        correction = Exchange(snapshot, weight, other=1 - self.rank) if swap else Correction(snapshot, weight)
-        return self._submit(subject, correction, size=size)
+        return self._submit(subject, Correction(snapshot, weight), size=size)
 
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
         """x ← x of the source, in place, on the ranks that want it."""

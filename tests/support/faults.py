@@ -132,16 +132,16 @@ class Faulty(Toy):
 
 def in_the_transport(where, happens):
     """From now on, this rank's next message meets the fault: its bytes are handed over, or have been reduced here."""
-    launch = collectives._hand_over
+    launch = collectives._all_reduce
 
-    def hand_over(*args):
-        work = launch(*args)
+    def all_reduce(*args, **kwargs):
+        work = launch(*args, **kwargs)
         if where == "while reducing":
             work.wait()
         happens()
         return work
 
-    collectives._hand_over = hand_over
+    collectives._all_reduce = all_reduce
 
 
 def forked(rank, world_size, fn, *args):
