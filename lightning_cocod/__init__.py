@@ -3,9 +3,32 @@
 Importing the package registers its strategies: ``Trainer(strategy="cocod")``.
 """
 
-from lightning_cocod.algorithms import DCS3GD, Algorithm, CoCoD, Every, LocalSGD, Schedule, WarmUp, When
+from lightning_cocod.algorithms import (
+    DCS3GD,
+    Algorithm,
+    CoCoD,
+    DiLoCo,
+    EagerDiLoCo,
+    Every,
+    LocalSGD,
+    PostLocalSGD,
+    Schedule,
+    SlowMo,
+    WarmUp,
+    When,
+)
 from lightning_cocod.comm import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
-from lightning_cocod.strategies import AlgorithmStrategy, CoCoDStrategy, DCS3GDStrategy, LocalSGDStrategy, register
+from lightning_cocod.strategies import (
+    AlgorithmStrategy,
+    CoCoDStrategy,
+    DCS3GDStrategy,
+    DiLoCoStrategy,
+    EagerDiLoCoStrategy,
+    LocalSGDStrategy,
+    PostLocalSGDStrategy,
+    SlowMoStrategy,
+    register,
+)
 from lightning_cocod.telemetry import CommunicationMonitor, CommunicationTrace
 
 register()
@@ -22,13 +45,21 @@ __all__ = [
     "CommunicationMonitor",
     "CommunicationTrace",
     "DCS3GDStrategy",
+    "DiLoCo",
+    "DiLoCoStrategy",
+    "EagerDiLoCo",
+    "EagerDiLoCoStrategy",
     "Every",
     "LocalSGD",
     "LocalSGDStrategy",
     "MessageMismatch",
     "NonFiniteMessage",
     "PeerLost",
+    "PostLocalSGD",
+    "PostLocalSGDStrategy",
     "Schedule",
+    "SlowMo",
+    "SlowMoStrategy",
     "WarmUp",
     "When",
 ]

@@ -26,6 +26,7 @@ from lightning_cocod.workloads import InputError
 COMMAND = [sys.executable, "-m", "lightning_cocod.cli.train"]
 TINY = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
 LIMIT = 240  # seconds until a run counts as hung; on two busy cores a sweep of three jobs took 80
+NAMES = "cocod, dc_s3gd, ddp, diloco, eager_diloco, local_sgd, post_local_sgd, slowmo"
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -183,8 +184,14 @@ def in_process(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("strategy=foo", "strategy=foo is unknown: choose cocod, dc_s3gd, ddp, local_sgd"),
-        ("-m strategy=ddp,foo", "strategy=foo is unknown: choose cocod, dc_s3gd, ddp, local_sgd"),
+        (
+            "strategy=foo",
+            f"strategy=foo is unknown: choose {NAMES}",
+        ),
+        (
+            "-m strategy=ddp,foo",
+            f"strategy=foo is unknown: choose {NAMES}",
+        ),
         ("stratgy=ddp", "stratgy is no option: did you mean strategy?"),
         ("trainer.max_epoch=3", "trainer.max_epoch is no option: did you mean trainer.max_epochs? trainer has accelerator,"),
         ("model=vgg16 model.batchnorm=true", "did you mean model.batch_norm? model has batch_norm"),

@@ -17,15 +17,15 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from support.faults import Faulty, Relay, forked, nothing
 from support.ranks import run_ranks
+from support.toys import CLASSES as EVERY
 from support.toys import Toy, dataset, having, loader, made, parameters, trainer
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Subset
 
 from lightning_cocod import CoCoDStrategy
-from lightning_cocod.strategies import STRATEGIES
 from lightning_cocod.strategies.rendezvous import fresh_part
 
-CLASSES = {strategy.registered_name: strategy for strategy in STRATEGIES}
+CLASSES = {strategy.registered_name: strategy for strategy in EVERY}
 DEADLINE = 3.0
 KILLED, TERMINATED, FAILED = -signal.SIGKILL, 128 + signal.SIGTERM, 1
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 
-from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy
+from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, EagerDiLoCoStrategy
 
 REFUSED = "test_launch::test_options_out_of_range_are_refused_in_one_line"  # compression= is among them
 RESUMED = "test_resume::test_resumed_equals_uninterrupted"
@@ -187,16 +187,25 @@ HONOURED = {
     "weights": ([0.75, 0.25], lambda algorithm: algorithm.weights),
     "overlap": (False, lambda algorithm: algorithm.overlap),
     "on_nonfinite": ("skip", lambda algorithm: {True: "skip", False: "raise"}[algorithm.skip_nonfinite]),
+    "lambda_0": (0.4, lambda algorithm: algorithm.compensate.lambda_0),
+    "norm": ("tensor", lambda algorithm: {True: "tensor", False: "model"}[algorithm.compensate.per_tensor]),
+    "lambda_max": (2.0, lambda algorithm: algorithm.compensate.lambda_max),
+    "weight_decay": ("before", lambda algorithm: {True: "before", False: "after"}[algorithm.decay_before]),
+    "outer_lr": (0.3, lambda algorithm: algorithm.make_outer.keywords["lr"]),
+    "outer_momentum": (0.4, lambda algorithm: algorithm.make_outer.keywords["momentum"]),
+    "slow_lr": (0.3, lambda algorithm: algorithm.α),
+    "slow_momentum": (0.4, lambda algorithm: algorithm.β),
     "timeout": (17.0, lambda algorithm: algorithm.comm.timeout),
     "process_group_timeout": (77.0, lambda algorithm: algorithm.comm.process_group_timeout),
     "connect_timeout": (37.0, lambda algorithm: algorithm.comm.connect_timeout),
 }
 ELSEWHERE = {"compression", "process_group_backend", "start_method"}  # test_launch.py
+REFUSED = {EagerDiLoCoStrategy: {"on_nonfinite"}}
 
 
 def options_of(strategy):
     named = {**inspect.signature(AlgorithmStrategy).parameters, **inspect.signature(strategy).parameters}
-    return set(named) - {"options"} - ELSEWHERE
+    return set(named) - {"options"} - ELSEWHERE - REFUSED.get(strategy, set())
 
 
 def honoured(rank, world, strategy):
@@ -216,3 +225,6 @@ def test_every_option_is_honoured_or_refused(strategy):
     """A new option has no entry above: this test fails until it has one."""
     for given, seen in run_ranks(honoured, 2, strategy, init=False):
         assert seen == given
+    for name in REFUSED.get(strategy, ()):
+        with pytest.raises(ValueError, match=name):
+            strategy(**{name: HONOURED[name][0]})

@@ -28,7 +28,7 @@ from test_cocod import (
     unequal,
 )
 
-from lightning_cocod import LocalSGD
+from lightning_cocod import LocalSGD, PostLocalSGD
 
 SIZES = [1, 2, 4]
 
@@ -54,13 +54,14 @@ CONFIGURATIONS = {
     "k3 resumed": {"period": 3, "unequal": True, "sgd": HEAVY, "resume_at": 5},
     "schedule": {"period": {0: 1, 4: 3}},
     "warm-up": {"period": 3, "warmup_steps": 4, "unequal": True, "sgd": HEAVY},
+    "post": {"period": 3, "warmup_steps": 4, "unequal": True, "sgd": HEAVY, "algorithm": PostLocalSGD},
     "reweighed": {"period": 3, "reweigh": {4: "new"}, "evaluate": (5, 8)},
     "reweighed late": {"period": 3, "reweigh": {10: "new"}},
 }
 
 
 def with_weights(configuration, n):
-    return {**configuration, "algorithm": LocalSGD} | (
+    return {"algorithm": LocalSGD, **configuration} | (
         {"reweigh": {t: list(range(n, 0, -1)) for t in configuration["reweigh"]}} if "reweigh" in configuration else {}
     )
 
@@ -177,3 +178,16 @@ def test_period_one_is_one_process_on_the_concatenated_batch():
     single = branches(0, 1, concatenated=True, branching=False)
     for worker in run_ranks(one_step_rounds, 2, timeout=LIMIT):
         torch.testing.assert_close(worker["shared"], single["shared"], rtol=TOL, atol=TOL)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_post_local_sgd_is_local_sgd_after_a_synchronous_start(n):
+    for post, plain in zip(paths(n)["post"], paths(n)["warm-up"], strict=True):
+        assert bitwise(post.x, plain.x)
+    assert distance(positions(paths(n)["post"])[:5], synchronous(n, unequal(n), **HEAVY)[:5, None]) < TOL
+
+
+def test_post_local_sgd_without_a_start_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="warmup_steps must be a whole number of at least 1, got 0"):
+        PostLocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), warmup_steps=0)

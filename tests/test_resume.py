@@ -19,12 +19,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.plugins import MixedPrecision
 from support.ranks import run_ranks
 from support.resuming import BATCH, Adam, Augmented, Saver, fit, resume, same, shuffled
-from support.toys import Toy, TwoOptimizers, dataset
+from support.toys import STRATEGIES, VARIANTS, Toy, TwoOptimizers, dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
-from lightning_cocod.strategies import STRATEGIES
+from lightning_cocod import strategies
 
-BY_NAME = {strategy.registered_name: strategy for strategy in STRATEGIES}
+BY_NAME = {strategy.registered_name: strategy for strategy in strategies.STRATEGIES}
 
 
 class Stream(IterableDataset):
@@ -222,7 +222,7 @@ class Case:
     inexact: tuple[int, ...] = ()
 
 
-ALL = tuple(BY_NAME)
+ALL = tuple(STRATEGIES)
 VALIDATION, EPOCH, START, EPOCH_START = (
     "on_validation_end",
     "on_train_epoch_end",
@@ -230,7 +230,7 @@ VALIDATION, EPOCH, START, EPOCH_START = (
     "on_train_epoch_start",
 )
 CASES = {
-    "every step": Case(strategies=ALL),
+    "every step": Case(strategies=(*ALL, *VARIANTS)),
     "one device": Case(world=1, every=3),
     "four ranks": Case(loader=shuffled(96), options={"max_epochs": 1}, world=4, every=3),
     "within the warm-up": Case(strategy={"warmup_steps": 5}, strategies=ALL, every=3),

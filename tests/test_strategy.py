@@ -8,10 +8,25 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from support.ranks import run_ranks
-from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, flat, having, loader, made, parameters, trainer
+from support.toys import STRATEGIES, VARIANTS, Toy, TwoOptimizers, dataset, flat, having, loader, made, parameters, trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_cocod import DCS3GD, CoCoD, CoCoDStrategy, DCS3GDStrategy, LocalSGD, LocalSGDStrategy
+from lightning_cocod import (
+    DCS3GD,
+    CoCoD,
+    CoCoDStrategy,
+    DCS3GDStrategy,
+    DiLoCo,
+    DiLoCoStrategy,
+    EagerDiLoCo,
+    EagerDiLoCoStrategy,
+    LocalSGD,
+    LocalSGDStrategy,
+    PostLocalSGD,
+    PostLocalSGDStrategy,
+    SlowMo,
+    SlowMoStrategy,
+)
 
 
 class Trajectory(Callback):
@@ -96,15 +111,26 @@ CASES = {
 }
 
 
+def name(strategy):
+    return getattr(strategy, "func", strategy).registered_name
+
+
 LOOPS = {
-    "cocod": (CoCoD, CoCoDStrategy),
-    "dc_s3gd": (DCS3GD, DCS3GDStrategy),
-    "local_sgd": (LocalSGD, LocalSGDStrategy),
+    name(strategy): (algorithm, strategy)
+    for algorithm, strategy in [
+        (CoCoD, CoCoDStrategy),
+        (DCS3GD, DCS3GDStrategy),
+        (DiLoCo, DiLoCoStrategy),
+        (EagerDiLoCo, EagerDiLoCoStrategy),
+        (LocalSGD, LocalSGDStrategy),
+        (partial(PostLocalSGD, warmup_steps=4), partial(PostLocalSGDStrategy, warmup_steps=4)),
+        (SlowMo, SlowMoStrategy),
+    ]
 }
 
 
 def test_every_strategy_has_a_plain_loop_to_be_compared_with():
-    assert LOOPS.keys() == set(STRATEGIES)
+    assert LOOPS.keys() == {*STRATEGIES, *VARIANTS}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,7 +170,7 @@ def test_manual_optimization_equals_the_plain_loop(algorithm, strategy):
         assert torch.equal(with_trainer[rank]["end"], by_hand[rank]["end"])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
 def test_a_step_is_an_optimizer_step_never_a_batch(strategy):
     """96 samples, 2 ranks, batch 8: 6 batches an epoch; windows of 4 make 2 steps an epoch, the second one partial."""
     for rank in run_ranks(fit, 2, strategy, {"accumulate_grad_batches": 4}, init=False):
@@ -154,7 +180,7 @@ def test_a_step_is_an_optimizer_step_never_a_batch(strategy):
 # --- evaluation does not disturb training
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
 def test_validation_after_every_batch_leaves_the_trajectory_bitwise_alone(strategy):
     validated = run_ranks(fit, 2, strategy, {"val_check_interval": 1}, True, init=False)
     not_validated = run_ranks(fit, 2, strategy, {}, False, init=False)

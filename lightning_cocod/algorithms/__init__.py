@@ -3,7 +3,24 @@
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.cocod import CoCoD
 from lightning_cocod.algorithms.dc_s3gd import DCS3GD
+from lightning_cocod.algorithms.diloco import DiLoCo
+from lightning_cocod.algorithms.eager_diloco import EagerDiLoCo
 from lightning_cocod.algorithms.local_sgd import LocalSGD
+from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
+from lightning_cocod.algorithms.slowmo import SlowMo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 
-__all__ = ["DCS3GD", "Algorithm", "CoCoD", "Every", "LocalSGD", "Schedule", "WarmUp", "When"]
+__all__ = [
+    "DCS3GD",
+    "Algorithm",
+    "CoCoD",
+    "DiLoCo",
+    "EagerDiLoCo",
+    "Every",
+    "LocalSGD",
+    "PostLocalSGD",
+    "Schedule",
+    "SlowMo",
+    "WarmUp",
+    "When",
+]

@@ -188,8 +188,7 @@ class Algorithm:
         """Drain. Every replica, buffers included, ends on the consensus model; training goes on only after ``start``."""
         if not self._started:
             return
-        if self.comm.world_size > 1:
-            self._reset(self._become_consensus("finish"), "consensus")
+        self._reset(self._become_consensus("finish"), "consensus")
         self._started = False
 
     @contextmanager
@@ -220,7 +219,8 @@ class Algorithm:
         Collective. Outside, training continues exactly where it was: nothing is folded, nothing is reset. Costs one more
         copy of the parameters while it lasts, in host memory, and one of what is kept beside the model.
         """
-        if self.comm.world_size == 1 or not self._started or self.replica.is_aside:
+        alone = self.comm.world_size == 1 and self._pending_correction() is None
+        if alone or not self._started or self.replica.is_aside:
             yield
             return
         with self.replica.set_aside(self._moved()):
@@ -364,6 +364,8 @@ class Algorithm:
         fold = self._pending_correction()
         if fold is not None:
             fold()
+        if self.comm.world_size == 1:
+            return ()
         subject = self.subject(kind, counted=False)
         fit = False if self.comm.rank in self.left_out else None
         with self._on_device([p.detach() for p in self._moved()]) as parameters:

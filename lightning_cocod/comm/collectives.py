@@ -158,7 +158,7 @@ class Broadcast(_InPlace):
 
 
 class Correction:
-    """S ← Σ_j w_j S_j - S: the snapshot becomes its own correction. One that is left out becomes the mean itself.
+    """S ← Σ_j w_j S_j - a S: the snapshot becomes its own correction. One that is left out becomes the mean itself.
 
     In half precision the difference is taken in float32 and only then rounded: its error is relative to the correction,
     which is small where workers agree, and not to the mean.
@@ -166,10 +166,10 @@ class Correction:
 
     sums: ClassVar[bool] = True
 
-    def __init__(self, snapshot: Buffer, weight: float) -> None:
+    def __init__(self, snapshot: Buffer, weight: float, own: float = 1.0) -> None:
         self.layout = snapshot.layout
         self._snapshot = snapshot.buckets
-        self.weight = weight
+        self.weight, self._own = weight, own
         self._distances: list[Tensor] = []
 
     def contents(self, bucket: int) -> list[Tensor]:
@@ -188,23 +188,27 @@ class Correction:
         return _all_reduce(scratch, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
-        """S_i ← mean - S_i, whose size is taken while it is in the cache; without an S_i, S_i ← mean."""
+        """S_i ← mean - a S_i; the size of mean - S_i is taken while it is in the cache. Without an S_i, S_i ← mean."""
         S = self._snapshot[bucket]
         if not self.weight:
             S.copy_(scratch)
             return
+        if self._own != 1:
+            rest = S * (1 - self._own)
         if scratch.dtype == S.dtype:
             torch.sub(scratch, S, out=S)
         else:
             S.copy_(scratch.sub_(S))
         self._distances.append(torch.linalg.vector_norm(S, dtype=torch.promote_types(S.dtype, torch.float32)))
+        if self._own != 1:
+            S.add_(rest)
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
         return _ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
-        """‖S‖, now that S is the correction."""
+        """‖mean - S‖."""
         return total(self._distances)
 
 

@@ -232,21 +232,34 @@ class Communicator:
         subject: Subject,
         *,
         measured: bool = False,
+        relative_to: Tensor | None = None,
         fit: bool | None = None,
     ) -> Message:
         """x ← Σ_j w_j x_j in place, w_j being each worker's own ``weight``. The tensors must rest until it is done.
 
-        With ``measured`` the message's numbers are ‖x‖ before and ‖mean - x‖: the size and the distance. This worker's part
-        is ``fit`` if it is finite; telling so spares the look, and lets NaN and infinity travel like other values.
+        With ``measured`` the message's numbers are the size, ‖x‖ before unless it is given as ``relative_to``, and the
+        distance, ‖mean - x‖. This worker's part is ``fit`` if it is finite; telling so spares the look, and lets NaN and
+        infinity travel like other values.
         """
-        return self._submit(subject, Mean(tensors, self.layout(tensors), weight, measured=measured), fit=fit)
+        mean = Mean(tensors, self.layout(tensors), weight, measured=measured)
+        return self._submit(subject, mean, fit=fit, relative_to=relative_to)
 
-    def correction_(self, snapshot: Buffer, weight: float, subject: Subject, *, size: Tensor | None = None) -> Message:
-        """S ← Σ_j w_j S_j - S in place. Its numbers are ‖S‖ before and ‖S‖ after: the size and the distance.
+    def correction_(
+        self,
+        snapshot: Buffer,
+        weight: float,
+        subject: Subject,
+        *,
+        own: float = 1.0,
+        size: Tensor | None = None,
+        relative_to: Tensor | None = None,
+    ) -> Message:
+        """S ← Σ_j w_j S_j - a S in place, a being ``own``. Its numbers are the size, ‖S‖ before unless it is given as
+        ``relative_to``, and the distance, ‖Σ_j w_j S_j - S‖.
 
         Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers. ``size`` is ‖S‖ where it is known.
         """
-        return self._submit(subject, Correction(snapshot, weight), size=size)
+        return self._submit(subject, Correction(snapshot, weight, own), size=size, relative_to=relative_to)
 
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
         """x ← x of the source, in place, on the ranks that want it."""
@@ -321,7 +334,13 @@ class Communicator:
         return sum(heard)
 
     def _submit(
-        self, subject: Subject, collective: Collective, *, fit: bool | None = None, size: Tensor | None = None
+        self,
+        subject: Subject,
+        collective: Collective,
+        *,
+        fit: bool | None = None,
+        size: Tensor | None = None,
+        relative_to: Tensor | None = None,
     ) -> Message:
         self.check()
         if self._thread is None:
@@ -332,7 +351,7 @@ class Communicator:
         def work() -> None:
             with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.layout.nbytes):
                 self.lane.follow(departed)
-                self._carry_out(subject, collective, report, fit, size, tracer)
+                self._carry_out(subject, collective, report, fit, size, relative_to, tracer)
 
         with tracer.span("launch", message=what):
             handle = self._send(self._thread, work, what)
@@ -365,6 +384,7 @@ class Communicator:
         report: Report,
         fit: bool | None,
         size: Tensor | None,
+        relative_to: Tensor | None,
         tracer: Tracer,
     ) -> None:
         layout = collective.layout
@@ -396,7 +416,7 @@ class Communicator:
         arrived = self.lane.mark()
         numbers = None
         if fit and size is not None and (distance := collective.distance()) is not None:
-            both = torch.stack([size, distance])
+            both = torch.stack([size if relative_to is None else relative_to, distance])
             numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
         report.arrived = self.lane.mark()
         report.numbers = numbers

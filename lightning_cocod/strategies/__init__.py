@@ -5,9 +5,21 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_cocod.strategies.base import AlgorithmStrategy
 from lightning_cocod.strategies.cocod import CoCoDStrategy
 from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
+from lightning_cocod.strategies.diloco import DiLoCoStrategy
+from lightning_cocod.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
+from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
+from lightning_cocod.strategies.slowmo import SlowMoStrategy
 
-STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (CoCoDStrategy, DCS3GDStrategy, LocalSGDStrategy)
+STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
+    CoCoDStrategy,
+    DCS3GDStrategy,
+    DiLoCoStrategy,
+    EagerDiLoCoStrategy,
+    LocalSGDStrategy,
+    PostLocalSGDStrategy,
+    SlowMoStrategy,
+)
 """All strategies of the package."""
 
 
@@ -17,4 +29,15 @@ def register() -> None:
         strategy.register_strategies(StrategyRegistry)
 
 
-__all__ = ["STRATEGIES", "AlgorithmStrategy", "CoCoDStrategy", "DCS3GDStrategy", "LocalSGDStrategy", "register"]
+__all__ = [
+    "STRATEGIES",
+    "AlgorithmStrategy",
+    "CoCoDStrategy",
+    "DCS3GDStrategy",
+    "DiLoCoStrategy",
+    "EagerDiLoCoStrategy",
+    "LocalSGDStrategy",
+    "PostLocalSGDStrategy",
+    "SlowMoStrategy",
+    "register",
+]

@@ -27,7 +27,7 @@ def contenders() -> dict[str, Contender]:
         "ddp": torch_ddp.ddp,
         "ddp_bf16": torch_ddp.ddp_bf16,
         "ddp_fp16": torch_ddp.ddp_fp16,
-        "post_local_sgd": local.post_local_sgd,
+        "torch_post_local_sgd": local.torch_post_local_sgd,
         "torchft_local_sgd": torchft.local_sgd,
         "torchft_diloco": torchft.diloco,
         "torchft_streaming_diloco": torchft.streaming_diloco,

@@ -33,7 +33,7 @@ class _Averages(L.Callback):
         self._averager.average_parameters(pl_module.parameters())
 
 
-def post_local_sgd(job: Job) -> None:
+def torch_post_local_sgd(job: Job) -> None:
     """Torch's, after its warm-up of synchronous steps, which is left out here."""
     job.join()
     job.fit(by_itself(), _Averages(PeriodicModelAverager(period=job.plan.period)))

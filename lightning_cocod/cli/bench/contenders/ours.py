@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 def contender(strategy: type[AlgorithmStrategy]) -> Callable[[Job], None]:
-    """A strategy with its default options but the period, where it has one."""
+    """A strategy with its default options but the period, where it has one, and the shortest warm-up that it allows."""
 
     def train(job: Job) -> None:
-        options: dict[str, Any] = {"period": job.plan.period}
-        job.fit(strategy(**{name: options[name] for name in options if name in inspect.signature(strategy).parameters}))
+        known = inspect.signature(strategy).parameters
+        options: dict[str, Any] = {"period": job.plan.period} if "period" in known else {}
+        if "warmup_steps" in known and known["warmup_steps"].default > 0:
+            options["warmup_steps"] = 1
+        job.fit(strategy(**options))
 
     return train

@@ -1,0 +1,65 @@
+"""DiLoCo: many local steps of the inner optimizer, then one step of an outer one, Nesterov's, along their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_cocod.algorithms.options import nonnegative
+from lightning_cocod.algorithms.outer import OuterRounds
+from lightning_cocod.algorithms.when import When
+
+
+class DiLoCo(OuterRounds):
+    r"""DiLoCo (Douillard et al.; 2023; arXiv 2311.08105).
+
+    All workers begin a round with the same θ and make k steps of the inner optimizer, the user's. β is the momentum and η
+    the rate of the outer one::
+
+        every step:       x_i ← x_i + U(g(x_i))
+        t = k, 2k, …:     Δ̄ ← Σ_j w_j (θ − x_j)            # blocking
+                          m ← β m + Δ̄
+                          θ ← θ − η (Δ̄ + β m) ;  x_i ← θ
+
+    The inner optimizer's state stays local and is kept. The paper has AdamW inside, η = 0.7, β = 0.9 and k = 500. The model
+    to evaluate is θ. Memory beyond the parameters: two copies of them, θ and m, and one more while a round ends.
+
+    Args:
+        model: the module that is trained.
+        optimizer: one or several torch optimizers over its parameters: the inner one.
+        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        outer_lr: η ≥ 0.
+        outer_momentum: β ≥ 0; 0 is an outer gradient descent.
+        **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        period: int | Mapping[int, int] | When = 500,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, optimizer, period, outer=nesterov(outer_lr, outer_momentum), **shared)
+
+
+def nesterov(lr: float, momentum: float) -> partial[SGD]:
+    """m ← β m + G ; θ ← θ − η (G + β m).
+
+    Raises:
+        ValueError: a number that is negative or not finite.
+    """
+    β = nonnegative("outer_momentum", momentum)
+    return partial(SGD, lr=nonnegative("outer_lr", lr), momentum=β, nesterov=β > 0)

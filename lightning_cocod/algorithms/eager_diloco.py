@@ -1,0 +1,55 @@
+"""Eager DiLoCo: the mean of a round is waited for one round later; until then a worker goes by what it has found itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cocod.algorithms.diloco import nesterov
+from lightning_cocod.algorithms.outer import OuterRounds
+from lightning_cocod.algorithms.when import When
+
+
+class EagerDiLoCo(OuterRounds):
+    r"""DiLoCo with eager updates (Kale, Douillard, Donchev; 2025; arXiv 2502.12996).
+
+    As DiLoCo, but the mean Δ̄ of a round travels while the next one computes. Where a round ends, a worker takes its own
+    fresh part of the mean at once and the others' from the round before, in which Δ_j′ and Δ̄′ were found::
+
+        every step:       x_i ← x_i + U(g(x_i))
+        t = k, 2k, …:     Δ_i ← θ_i − x_i
+                          G_i ← Δ_i / N + [Δ̄′ − Δ_i′ / N] ;  Δ̄ ← async Σ_j Δ_j / N
+                          m ← β m + G_i
+                          θ_i ← θ_i − η (G_i + β m) ;  x_i ← θ_i
+
+    With weights, w_i stands for 1/N. One worker alone is DiLoCo. The model to evaluate is the mean of the θ_i. Memory beyond
+    the parameters: three copies of them, θ_i, m and the message, and two more while a round ends.
+
+    Args:
+        model: the module that is trained.
+        optimizer: one or several torch optimizers over its parameters: the inner one.
+        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        outer_lr: η ≥ 0.
+        outer_momentum: β ≥ 0.
+        **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``overlap``, …
+
+    Raises:
+        ValueError: an option out of range, or ``on_nonfinite="skip"``.
+    """
+
+    name: ClassVar[str] = "eager_diloco"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        period: int | Mapping[int, int] | When = 500,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, optimizer, period, outer=nesterov(outer_lr, outer_momentum), delayed=True, **shared)
