@@ -200,12 +200,12 @@ HONOURED = {
     "connect_timeout": (37.0, lambda algorithm: algorithm.comm.connect_timeout),
 }
 ELSEWHERE = {"compression", "process_group_backend", "start_method"}  # test_launch.py
-REFUSED = {EagerDiLoCoStrategy: {"on_nonfinite"}}
+NOT_ALLOWED = {EagerDiLoCoStrategy: {"on_nonfinite"}}
 
 
 def options_of(strategy):
     named = {**inspect.signature(AlgorithmStrategy).parameters, **inspect.signature(strategy).parameters}
-    return set(named) - {"options"} - ELSEWHERE - REFUSED.get(strategy, set())
+    return set(named) - {"options"} - ELSEWHERE - NOT_ALLOWED.get(strategy, set())
 
 
 def honoured(rank, world, strategy):
@@ -225,6 +225,6 @@ def test_every_option_is_honoured_or_refused(strategy):
     """A new option has no entry above: this test fails until it has one."""
     for given, seen in run_ranks(honoured, 2, strategy, init=False):
         assert seen == given
-    for name in REFUSED.get(strategy, ()):
+    for name in NOT_ALLOWED.get(strategy, ()):
         with pytest.raises(ValueError, match=name):
             strategy(**{name: HONOURED[name][0]})

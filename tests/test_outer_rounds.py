@@ -1,5 +1,6 @@
 """DiLoCo, SlowMo, Eager DiLoCo and the parts they are made of. The quadratics are those of test_cocod."""
 
+import copy
 import functools
 
 import numpy as np
@@ -28,7 +29,7 @@ from test_cocod import (
 from torch import nn
 
 from lightning_cocod import CoCoD, DiLoCo, EagerDiLoCo, LocalSGD, SlowMo
-from lightning_cocod.algorithms.outer import OuterRounds
+from lightning_cocod.algorithms.outer import Delay, OuterRounds
 
 SIZES = [1, 2, 4]
 
@@ -38,17 +39,8 @@ class Delayed(OuterRounds):
 
     name = "delayed"
 
-    def __init__(self, *args, outer_lr=1.0, **options):
-        super().__init__(*args, outer=functools.partial(torch.optim.SGD, lr=outer_lr), delayed=True, **options)
-
-
-class Descent(OuterRounds):
-    """The blocking member with an outer gradient descent."""
-
-    name = "descent"
-
-    def __init__(self, *args, outer_lr=1.0, **options):
-        super().__init__(*args, outer=functools.partial(torch.optim.SGD, lr=outer_lr), **options)
+    def __init__(self, *args, own=None, **options):
+        super().__init__(*args, outer=functools.partial(torch.optim.SGD, lr=1.0), delay=Delay(own), **options)
 
 
 def inner(x, v, n, momentum, weight_decay, lr=LR):
@@ -79,22 +71,24 @@ def diloco(n, k, w, *, lr=0.7, beta=0.9, nesterov=True, momentum=0.0, weight_dec
     return np.stack(path), np.stack(outer)
 
 
-RATES = [LR, LR / 2, 0.0, LR / 4]  # of the rounds, in turn
+RATES = [LR, LR / 2, 0.0, 0.0, 0.0, 0.0, LR / 4]  # of the steps, in turn: falling to zero in mid-round, zero for a round
 
 
-def slowmo(n, k, w, alpha, beta, *, momentum=0.0, weight_decay=0.0, constant=False, rates=None):
+def slowmo(n, k, w, alpha, beta, *, momentum=0.0, weight_decay=0.0, rates=None, gamma=np.mean):
+    """x_i(t) and x_0(t). `gamma` makes the γ of a round out of the rates of its steps."""
     x, v = np.tile(X0, (n, 1)), np.zeros((n, DIM))
-    x_0, u, path, lr = x, np.zeros((n, DIM)), [], LR
+    x_0, u, path, outer, seen = x, np.zeros((n, DIM)), [], [], []
     for t in range(STEPS + 1):
         if t > 0 and t % k == 0:
-            Δ = x_0 - np.tile(w @ x, (n, 1))
-            u = beta * u + (0 if lr == 0 else Δ / (LR if constant else lr))
-            x_0 = x_0 - alpha * (LR if constant else lr) * u
-            x = x_0
-        lr = LR if rates is None else rates[t // k % len(rates)]
+            Δ, γ = x_0 - np.tile(w @ x, (n, 1)), gamma(seen)
+            u = beta * u + (0 if γ == 0 else Δ / γ)
+            x_0 = x_0 - alpha * γ * u
+            x, seen = x_0, []
         path.append(x)
-        x, v = inner(x, v, n, momentum, weight_decay, lr)
-    return np.stack(path)
+        outer.append(x_0)
+        seen.append(LR if rates is None else rates[t % len(rates)])
+        x, v = inner(x, v, n, momentum, weight_decay, seen[-1])
+    return np.stack(path), np.stack(outer)
 
 
 BOTH = {"unequal": True, "sgd": HEAVY}
@@ -110,7 +104,6 @@ CONFIGURATIONS = {
         "evaluate": (0, 2, 3, 7),
     },
     "diloco resumed": {"algorithm": DiLoCo, "period": 3, **BOTH, **OUTER, "resume_at": 8},
-    "diloco schedule": {"algorithm": DiLoCo, "period": {0: 1, 4: 3}},
     "diloco warm-up": {"algorithm": DiLoCo, "period": 3, "warmup_steps": 4, **BOTH},
     "diloco of one": {"algorithm": DiLoCo, "period": 3, **BOTH, "outer_lr": 1.0, "outer_momentum": 0.0},
     "local sgd": {"algorithm": LocalSGD, "period": 3, **BOTH},
@@ -146,19 +139,23 @@ CONFIGURATIONS = {
 def with_rates(rank, n):
     """SlowMo under a schedule of the learning rate that reaches zero."""
     torch.manual_seed(0)
-    return quadratic(rank, n, functools.partial(Scheduled, slow_lr=0.8, slow_momentum=0.5), period=3, unequal=True)
+    scheduled = functools.partial(Scheduled, slow_lr=0.8, slow_momentum=0.5)
+    return {
+        "with rates": quadratic(rank, n, scheduled, period=3, unequal=True),
+        "with rates, resumed": quadratic(rank, n, scheduled, period=3, unequal=True, resume_at=8),
+    }
 
 
 class Scheduled(SlowMo):
-    """Sets the rate of the round that begins."""
+    """Sets the rate of the step that comes, before the merge that belongs to it, as a scheduler does."""
 
     def after_step(self):
+        self.optimizers[0].param_groups[0]["lr"] = RATES[(self.t + 1) % len(RATES)]
         super().after_step()
-        self.optimizers[0].param_groups[0]["lr"] = RATES[self.t // 3 % len(RATES)]
 
 
 def everything(rank, n):
-    return {**paths_of(rank, n, CONFIGURATIONS), "with rates": with_rates(rank, n)}
+    return {**paths_of(rank, n, CONFIGURATIONS), **with_rates(rank, n)}
 
 
 @functools.cache
@@ -221,16 +218,16 @@ def test_cocod_is_the_member_with_an_outer_step_of_one_the_delay_and_the_full_ow
 def test_any_own_term_follows_the_equations(n):
     for name, own in (("half own term", 0.5), ("no own term", 0.0)):
         expected = diloco(n, 3, unequal(n), lr=1.0, beta=0.0, nesterov=False, own=own, **HEAVY)[0]
-        if n > 1:
-            assert distance(positions(paths(n)[name]), expected) < TOL
+        assert distance(positions(paths(n)[name]), expected) < TOL
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_slowmo_follows_its_equations(n):
-    x = positions(paths(n)["slowmo"])
-    assert distance(x, slowmo(n, 3, unequal(n), 1.0, 0.7, **HEAVY)) < TOL
-    assert distance(x, slowmo(n, 3, unequal(n), 1.0, 0.6, **HEAVY)) > 1e-3
-    assert distance(x, slowmo(n, 3, unequal(n), 0.9, 0.7, **HEAVY)) > 1e-3
+    x, (expected, x_0) = positions(paths(n)["slowmo"]), slowmo(n, 3, unequal(n), 1.0, 0.7, **HEAVY)
+    assert distance(x, expected) < TOL
+    assert distance(x, slowmo(n, 3, unequal(n), 1.0, 0.6, **HEAVY)[0]) > 1e-3
+    assert distance(x, slowmo(n, 3, unequal(n), 0.9, 0.7, **HEAVY)[0]) > 1e-3
+    assert distance(paths(n)["slowmo"][0].end, x_0[-1, 0]) < TOL
     assert distance(positions(paths(n)["slowmo of nothing"]), positions(paths(n)["local sgd"])) < TOL
 
 
@@ -238,8 +235,10 @@ def test_slowmo_follows_its_equations(n):
 def test_slow_momentum_is_in_units_of_the_learning_rate_of_the_round(n):
     x = positions(paths(n)["with rates"])
     assert np.isfinite(x).all()
-    assert distance(x, slowmo(n, 3, unequal(n), 0.8, 0.5, rates=RATES)) < TOL
-    assert distance(x, slowmo(n, 3, unequal(n), 0.8, 0.5, rates=RATES, constant=True)) > 1e-3
+    assert distance(x, slowmo(n, 3, unequal(n), 0.8, 0.5, rates=RATES)[0]) < TOL
+    for wrong in (lambda rates: LR, lambda rates: rates[-1], max):
+        assert distance(x, slowmo(n, 3, unequal(n), 0.8, 0.5, rates=RATES, gamma=wrong)[0]) > 1e-3
+    assert bitwise(x, positions(paths(n)["with rates, resumed"]))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -277,33 +276,82 @@ def test_the_warm_up_is_synchronous(n):
     assert distance(x[8:], synchronous(n, unequal(n), **HEAVY)[8:, None]) > 1e-3
 
 
-def late_parameters(rank, n, algorithm):
+def late_parameters(rank, n, algorithm, resume_at=None):
     """A parameter that is freed in mid-round and one that is added later: both are averaged from the next round on."""
-    torch.manual_seed(0)
-    first, late, added = (nn.Parameter(torch.zeros(3)) for _ in range(3))
-    late.requires_grad_(False)
-    model = nn.ParameterList([first, late, added])
-    optimizer = torch.optim.SGD([first, late], 0.1)
-    with algorithm(model, optimizer, period=2, outer_lr=1.0, outer_momentum=0.5) as algo:
-        for t in range(12):
-            if t == 3:
-                late.requires_grad_()
-            if t == 5:
-                optimizer.add_param_group({"params": [added]})
+
+    def fresh():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(3)])
+        model[1].requires_grad_(False)
+        optimizer = torch.optim.SGD(list(model)[:2], 0.1)
+        return model, optimizer, algorithm(model, optimizer, period=2, outer_lr=0.8, outer_momentum=0.5)
+
+    def event(t, model, optimizer):
+        if t == 3:
+            model[1].requires_grad_()
+        if t == 5:
+            optimizer.add_param_group({"params": [model[2]]})
+
+    def run(start, stop):
+        for t in range(start, stop):
+            event(t, model, optimizer)
             for p in model:
-                p.grad = torch.full((3,), float(rank + 1)) if p.requires_grad else None
+                p.grad = torch.full((3,), rank + 1.0 + t, dtype=torch.float64) if p.requires_grad else None
             algo.step()
+
+    model, optimizer, algo = fresh()
+    if resume_at is not None:
+        with algo:
+            run(0, resume_at)
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), algo.state_dict()))
+        model, optimizer, algo = fresh()
+        for t in range(resume_at):
+            event(t, model, optimizer)
+    with algo:
+        if resume_at is not None:
+            for part, state in zip((model, optimizer, algo), saved, strict=True):
+                part.load_state_dict(state)
+        run(resume_at or 0, 12)
         return [p.detach().clone() for p in model], [len(group["params"]) for group in algo.outer.param_groups]
+
+
+def joined(algorithm):
+    """The same in one process: the parameters of two workers, each with the mean of what both have found."""
+    x, θ, m = torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3)  # worker, parameter
+    before = None
+    for t in range(13):
+        if t % 2 == 0 and t > 0:
+            Δ = θ - x
+            for j, joins in ((1, 4), (2, 6)):
+                if t < joins:
+                    Δ[:, j] = 0
+                if t == joins:
+                    x[:, j] = θ[:, j] = x[:, j].mean()
+                    Δ[:, j] = 0
+            G = Δ.mean(0).expand(2, 3) if algorithm is DiLoCo else 0.5 * Δ + (0 if before is None else before)
+            before = Δ.mean(0) - 0.5 * Δ
+            m = 0.5 * m + G
+            θ = θ - 0.8 * (G + 0.5 * m)
+            x = torch.where(torch.tensor([True, t >= 4, t >= 6]), θ, x)
+        if t < 12:
+            moves = torch.tensor([True, t >= 3, t >= 5])
+            x = x - 0.1 * moves * (torch.arange(2.0)[:, None] + 1 + t)
+    return x
 
 
 @pytest.mark.parametrize("algorithm", [DiLoCo, EagerDiLoCo])
 def test_parameters_that_come_later_join_the_next_round(algorithm):
-    ranks = run_ranks(late_parameters, 2, algorithm, timeout=LIMIT)
-    for values, groups in ranks:
-        assert groups == [1, 1, 1]
-        assert all((v < 0).all() for v in values)
-    if algorithm is DiLoCo:
-        assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[1][0], strict=True))
+    expected = joined(algorithm)
+    for rank, (values, groups) in enumerate(run_ranks(late_parameters, 2, algorithm, timeout=LIMIT)):
+        assert groups == [2, 1]
+        torch.testing.assert_close(torch.stack([v[0] for v in values]).float(), expected[rank])
+
+
+@pytest.mark.parametrize("stop", [3, 7])
+@pytest.mark.parametrize("algorithm", [DiLoCo, EagerDiLoCo])
+def test_a_run_whose_parameters_came_later_is_resumed_bit_for_bit(algorithm, stop):
+    whole, resumed = (run_ranks(late_parameters, 2, algorithm, at, timeout=LIMIT) for at in (None, stop))
+    for (one, _), (other, _) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_options_out_of_range_are_refused_by_name():
@@ -316,15 +364,24 @@ def test_options_out_of_range_are_refused_by_name():
         (EagerDiLoCo, {"on_nonfinite": "skip"}, "does not go together"),
         (SlowMo, {"slow_lr": -1}, "slow_lr must be"),
         (SlowMo, {"slow_momentum": True}, "slow_momentum must be"),
+        (SlowMo, {"slow_momentum": 1.0}, "slow_momentum must be less than 1, got 1.0"),
+        (DiLoCo, {"outer_momentum": 1}, "outer_momentum must be less than 1, got 1"),
+        (EagerDiLoCo, {"overlap": 1}, "overlap must be True or False"),
         (SlowMo, {"period": 0}, "period must be"),
     ]:
         with pytest.raises(ValueError, match=text):
             algorithm(model, optimizer, **options)
+    with pytest.raises(ValueError, match="own must be a number of at least 0, got -5"):
+        Delay(-5)
+    for algorithm in (DiLoCo, SlowMo):  # nothing is in flight that could overlap
+        with pytest.raises(TypeError, match="overlap"):
+            algorithm(model, optimizer, overlap=False)
 
 
 def not_finite(rank, n):
+    """Rank 0's gradient is not finite for once. What each rank is at the next evaluation, and what its optimizer keeps."""
+    torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    nn.init.constant_(model.weight, 1.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     with DiLoCo(model, optimizer, period=2, on_nonfinite="skip") as algo:
         for t in range(6):
@@ -333,12 +390,35 @@ def not_finite(rank, n):
             if t == 2 and rank == 0:
                 model.weight.grad[0, 0] = torch.nan
             algo.step()
-        return [p.detach().clone() for p in model.parameters()]
+        assert algo.left_out == ()  # at the merge at 4, and no longer
+        with algo.consensus():
+            seen = [p.detach().clone() for p in model.parameters()]
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    return [*seen, *(p.detach().clone() for p in model.parameters())], momentum
 
 
 def test_a_rank_that_is_left_out_goes_on_with_the_others_outer_parameters():
-    first, second = run_ranks(not_finite, 2, timeout=LIMIT)
+    (first, momentum), (second, _) = run_ranks(not_finite, 2, timeout=LIMIT)
     assert all(torch.equal(p, q) and p.isfinite().all() for p, q in zip(first, second, strict=True))
+    assert all(buffer.isfinite().all() and buffer.any() for buffer in momentum)  # begun anew at 4, kept at the end
+
+
+def test_a_model_without_the_last_steps_says_so(caplog):
+    """One worker: three steps in rounds of two."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for steps, lost in ((3, 1), (4, 0), (1, 1)):
+        caplog.clear()
+        before = model.weight.detach().clone()
+        with DiLoCo(model, optimizer, period=2):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+        assert [f"the last {lost} steps are not in the model of diloco" in r.getMessage() for r in caplog.records] == [
+            True
+        ] * lost
+        assert torch.equal(before, model.weight) == (steps == 1)
 
 
 def distances(rank, n, algorithm):

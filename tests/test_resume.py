@@ -233,13 +233,13 @@ CASES = {
     "every step": Case(strategies=(*ALL, *VARIANTS)),
     "one device": Case(world=1, every=3),
     "four ranks": Case(loader=shuffled(96), options={"max_epochs": 1}, world=4, every=3),
-    "within the warm-up": Case(strategy={"warmup_steps": 5}, strategies=ALL, every=3),
+    "within the warm-up": Case(strategy={"warmup_steps": 5}, strategies=(*ALL, *VARIANTS), every=3),
     "periods that change": Case(strategy={"period": {0: 1, 3: 2, 6: 5}}, strategies=ALL, every=3),
     "unequal weights": Case(strategy={"weights": [2, 1]}, strategies=ALL, every=3),
     "within an accumulation": Case(options={"accumulate_grad_batches": 4}, strategies=ALL),
     "an accumulation that grows": Case(Grows, every=3),
     "manual optimization": Case(TwoOptimizers, strategies=ALL, every=5),
-    "parameters that freeze and thaw": Case(Thaws, strategies=ALL, every=3),
+    "parameters that freeze and thaw": Case(Thaws, strategies=(*ALL, *VARIANTS), every=3),
     "gradients that the user zeroes": Case(NeverZeroed, every=5),
     "clipping": Case(options={"gradient_clip_val": 0.1}, every=5),
     "a scaler that skips steps": Case(Overflows, made=scaled, every=5),
@@ -291,7 +291,7 @@ def every_checkpoint(rank, world, folder, strategy, name):
     case = CASES[name]
 
     def run(do, path=None, callbacks=()):
-        chosen = BY_NAME[strategy](**case.strategy)
+        chosen = BY_NAME[strategy](**{**VARIANTS.get(strategy, {}), **case.strategy})
         return do(rank, world, chosen, case.module, case.loader, path, callbacks, **case.options, **case.made())
 
     saver = Saver(folder, case.hook)

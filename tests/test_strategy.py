@@ -8,7 +8,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from support.ranks import run_ranks
-from support.toys import STRATEGIES, VARIANTS, Toy, TwoOptimizers, dataset, flat, having, loader, made, parameters, trainer
+from support.toys import (
+    STRATEGIES,
+    VARIANTS,
+    Toy,
+    TwoOptimizers,
+    dataset,
+    flat,
+    having,
+    loader,
+    made,
+    parameters,
+    trainer,
+    variants,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cocod import (
@@ -170,7 +183,7 @@ def test_manual_optimization_equals_the_plain_loop(algorithm, strategy):
         assert torch.equal(with_trainer[rank]["end"], by_hand[rank]["end"])
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *variants()])
 def test_a_step_is_an_optimizer_step_never_a_batch(strategy):
     """96 samples, 2 ranks, batch 8: 6 batches an epoch; windows of 4 make 2 steps an epoch, the second one partial."""
     for rank in run_ranks(fit, 2, strategy, {"accumulate_grad_batches": 4}, init=False):
@@ -180,7 +193,7 @@ def test_a_step_is_an_optimizer_step_never_a_batch(strategy):
 # --- evaluation does not disturb training
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *VARIANTS])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *variants()])
 def test_validation_after_every_batch_leaves_the_trajectory_bitwise_alone(strategy):
     validated = run_ranks(fit, 2, strategy, {"val_check_interval": 1}, True, init=False)
     not_validated = run_ranks(fit, 2, strategy, {}, False, init=False)

@@ -68,16 +68,17 @@ class Compensation:
             sums.append(torch.stack([_square(g), _square(u), _square(part.D), _square(part.x) * resolution**2]))
         g, u, D, floor = torch.stack(sums).sum(0).sqrt()
         nothing = (floor >= D) | (u <= g * torch.finfo(torch.float32).tiny)  # also where λ would be too large for float32
-        return torch.where(nothing, 0.0, (self.lambda_0 * g / u).clamp(max=self.lambda_max))
+        λ = (self.lambda_0 * g / u).clamp(max=self.lambda_max)
+        return torch.where(nothing | ~torch.isfinite(λ), 0.0, λ)  # a gradient that is not finite spoils no other
 
 
 def _curvature(part: Part) -> tuple[Tensor, Tensor]:
-    """g, and g ⊙ g ⊙ D: the diagonal of g gᵀ, in place of the Hessian, times the move. Both are new."""
+    """g, and g ⊙ g ⊙ D, or 0 where that overflows: the diagonal of g gᵀ, in place of the Hessian, times the move. New."""
     wide = torch.promote_types(part.g.dtype, torch.float32)
     g = part.g.to(wide, copy=True)
     if part.decay:
         g.add_(part.x.to(wide), alpha=part.decay)
-    return g, g.square().mul_(part.D)
+    return g, g.square().mul_(part.D).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _square(t: Tensor) -> Tensor:

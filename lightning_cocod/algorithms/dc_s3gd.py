@@ -48,7 +48,8 @@ class DCS3GD(CoCoD):
         **shared: as for ``CoCoD``: ``weights``, ``warmup_steps``, ``overlap``, ``on_nonfinite``, …
 
     Raises:
-        ValueError: an option out of range, or weight decay before the correction with an optimizer other than SGD.
+        ValueError: an option out of range, weight decay before the correction with an optimizer other than SGD, or an
+            optimizer that maximizes.
 
     In a plain loop call ``dc_s3gd.step()`` after ``backward()``: the gradients are corrected before the optimizer steps.
     """
@@ -72,6 +73,8 @@ class DCS3GD(CoCoD):
         self.decay_before = choice("weight_decay", weight_decay, ("after", "before")) == "before"
         if self.decay_before and not all(isinstance(opt, SGD) for opt in self.optimizers):
             raise ValueError('weight_decay="before" is for torch.optim.SGD: other optimizers do not add it to the gradient')
+        if any(group.get("maximize") for opt in self.optimizers for group in opt.param_groups):
+            raise ValueError("maximize=True turns the gradient round and with it the correction: minimize the negative")
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """g ← g̃ in the step before a merge."""
@@ -80,9 +83,7 @@ class DCS3GD(CoCoD):
             return
         if self.A is not None:
             self.A.wait()
-            self.left_out = self.A.left_out
-        if self.comm.rank not in self.left_out:  # there S is not a difference but the mean itself
-            self.compensate(self._parts(self.S, self.optimizers if optimizer is None else [optimizer]))
+        self.compensate(self._parts(self.S, self.optimizers if optimizer is None else [optimizer]))
 
     def _parts(self, D: Buffer, optimizers: Sequence[Optimizer]) -> Iterator[Part]:
         """Pieces of the parameters that these optimizers are about to move, with D and the gradients."""

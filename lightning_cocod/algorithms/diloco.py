@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_cocod.algorithms.options import nonnegative
+from lightning_cocod.algorithms.options import below_one, nonnegative
 from lightning_cocod.algorithms.outer import OuterRounds
 from lightning_cocod.algorithms.when import When
 
@@ -26,14 +26,15 @@ class DiLoCo(OuterRounds):
                           θ ← θ − η (Δ̄ + β m) ;  x_i ← θ
 
     The inner optimizer's state stays local and is kept. The paper has AdamW inside, η = 0.7, β = 0.9 and k = 500. The model
-    to evaluate is θ. Memory beyond the parameters: two copies of them, θ and m, and one more while a round ends.
+    to evaluate is θ: it, and the model at the end, have no local steps since the last round's end. Memory beyond the
+    parameters: two copies of them, θ and m, and one more while a round ends.
 
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters: the inner one.
         period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         outer_lr: η ≥ 0.
-        outer_momentum: β ≥ 0; 0 is an outer gradient descent.
+        outer_momentum: 0 ≤ β < 1; 0 is an outer gradient descent.
         **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
 
     Raises:
@@ -59,7 +60,7 @@ def nesterov(lr: float, momentum: float) -> partial[SGD]:
     """m ← β m + G ; θ ← θ − η (G + β m).
 
     Raises:
-        ValueError: a number that is negative or not finite.
+        ValueError: a number out of range.
     """
-    β = nonnegative("outer_momentum", momentum)
+    β = below_one("outer_momentum", momentum)
     return partial(SGD, lr=nonnegative("outer_lr", lr), momentum=β, nesterov=β > 0)

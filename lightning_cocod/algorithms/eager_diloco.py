@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.diloco import nesterov
-from lightning_cocod.algorithms.outer import OuterRounds
+from lightning_cocod.algorithms.outer import Delay, OuterRounds
 from lightning_cocod.algorithms.when import When
 
 
@@ -25,16 +25,20 @@ class EagerDiLoCo(OuterRounds):
                           m ← β m + G_i
                           θ_i ← θ_i − η (G_i + β m) ;  x_i ← θ_i
 
-    With weights, w_i stands for 1/N. One worker alone is DiLoCo. The model to evaluate is the mean of the θ_i. Memory beyond
-    the parameters: three copies of them, θ_i, m and the message, and two more while a round ends.
+    With weights, w_i stands for 1/N. One worker alone is DiLoCo. The model to evaluate is the mean of the θ_i: it, and the
+    model at the end, have no local steps since the last round's end, and of that round the fresh parts only. The metric
+    ``algo/replica_distance`` is that between what the workers have moved in a round. Memory beyond the parameters: three
+    copies of them, θ_i, m and the message, and two more while a round ends. Not for parameters in half precision
+    (see ``OuterRounds``).
 
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters: the inner one.
         period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         outer_lr: η ≥ 0.
-        outer_momentum: β ≥ 0.
-        **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``overlap``, …
+        outer_momentum: 0 ≤ β < 1.
+        overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
+        **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, …
 
     Raises:
         ValueError: an option out of range, or ``on_nonfinite="skip"``.
@@ -50,6 +54,8 @@ class EagerDiLoCo(OuterRounds):
         *,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        overlap: bool = True,
         **shared: Any,
     ) -> None:
-        super().__init__(model, optimizer, period, outer=nesterov(outer_lr, outer_momentum), delayed=True, **shared)
+        outer, delay = nesterov(outer_lr, outer_momentum), Delay(overlap=overlap)
+        super().__init__(model, optimizer, period, outer=outer, delay=delay, **shared)

@@ -39,6 +39,17 @@ def nonnegative(name: str, value: object) -> float:
     return float(value)
 
 
+def below_one(name: str, value: object) -> float:
+    """A number of at least 0 and less than 1, as a momentum has to be.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if nonnegative(name, value) >= 1:
+        raise ValueError(f"{name} must be less than 1, got {value!r}")
+    return nonnegative(name, value)
+
+
 def choice(name: str, value: object, choices: Sequence[str]) -> str:
     """One of the choices.
 

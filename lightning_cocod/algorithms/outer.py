@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
-from lightning_cocod.algorithms.options import flag
+from lightning_cocod.algorithms.options import flag, nonnegative
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.norms import norm
 
+_log = logging.getLogger(__name__)
+
 NO_SKIP = 'on_nonfinite="skip" does not go together with a delayed outer optimizer: use "raise", or cocod'
+
+
+class Delay:
+    """The mean of a round is waited for one round later.
+
+    Args:
+        own: a ≥ 0, the weight of a worker's own, fresh term; the worker's weight in the mean by default.
+        overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    def __init__(self, own: float | None = None, *, overlap: bool = True) -> None:
+        self.own = None if own is None else nonnegative("own", own)
+        self.overlap = flag("overlap", overlap)
 
 
 class OuterRounds(Algorithm):
@@ -36,18 +54,20 @@ class OuterRounds(Algorithm):
     The parts compose: the outer optimizer, the delay, and the weight a of the worker's own, fresh term. CoCoD is the member
     with V(G) = −G, the delay, and a = 1. Where nothing is delayed all θ_i are equal, and a plays no part.
 
-    The consensus model is the mean of the θ_i: local steps that no round has ended with are not in it, nor in the model at
-    the end. Memory beyond the parameters: θ, what the outer optimizer keeps, with the delay a message, and for the time of
-    a merge two more.
+    The consensus model is the mean of the θ_i. It has neither the local steps of the round under way nor a mean in flight,
+    and so has the model at the end: let the number of steps be a multiple of k. Replacing all weights in mid-training
+    (``rewriting``) begins anew, with an outer optimizer that has not stepped. Memory beyond the parameters: θ, what the
+    outer optimizer keeps, with the delay a message; where a round ends, Δ, and with the delay G.
+
+    With the delay only displacements travel. In half precision the θ_i drift apart by rounding, and nothing pulls them
+    together: train float32 parameters, under autocast if need be.
 
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
         period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         outer: makes the outer optimizer, given groups of tensors, one for each group of the user's.
-        delayed: whether the mean of a round is waited for one round later.
-        own: a ≥ 0; this worker's weight by default.
-        overlap: False waits for a delayed mean where it is launched: the same trajectory bit for bit, nothing hidden.
+        delay: see ``Delay``; blocking by default.
         weights: of the workers in every mean, in any scale. Equal by default.
         warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
         **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
@@ -63,85 +83,102 @@ class OuterRounds(Algorithm):
         period: int | Mapping[int, int] | When,
         *,
         outer: Callable[[list[dict[str, Any]]], Optimizer],
-        delayed: bool = False,
-        own: float | None = None,
-        overlap: bool = True,
+        delay: Delay | None = None,
         weights: Sequence[float] | None = None,
         warmup_steps: int = 0,
         **shared: Any,
     ) -> None:
         super().__init__(model, optimizer, when=as_when(period, warmup_steps), weights=weights, **shared)
-        self.delayed, self.overlap, self.own = flag("delayed", delayed), flag("overlap", overlap), own
-        if self.delayed and self.skip_nonfinite:
+        self.make_outer, self.delay = outer, delay
+        if delay is not None and self.skip_nonfinite:
             raise ValueError(NO_SKIP)
+        self._forget()
+
+    def _forget(self) -> None:
         self.θ: dict[nn.Parameter, Tensor] = {}
         self.outer: Optimizer | None = None
-        self.make_outer = outer
         self.D: Buffer | None = None
         self.A: Message | None = None
         self._sent = 0  # tensors in D
         self._staleness = 0
+        self._ended = 0  # step at which the last round ended
 
     def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0, θ_i ← x_i."""
         super().start(broadcast=broadcast)
-        self.θ, self.outer, self.D, self.A, self.left_out, self.rounds.ends = {}, None, None, None, (), None
+        self._forget()
+        self.rounds.ends, self._ended = None, self.t
         self._at_boundary()
 
     def after_step(self) -> None:
         """Merge where a round ends."""
         super().after_step()
+        if self.when.synchronous(self.t):
+            self._ended = self.t
         self._at_boundary()
 
     def finish(self) -> None:
         """Every replica becomes the mean of the θ_i."""
+        if self._started and self.t > self._ended and self.comm.rank == 0:
+            _log.warning(
+                "the last %d steps are not in the model of %s, which is that of the end of a round: train a multiple of the "
+                "period's steps",
+                self.t - self._ended,
+                self.name,
+            )
         super().finish()
-        self.θ, self.outer, self.D, self.A, self.left_out = {}, None, None, None, ()
+        self._forget()
 
     def _at_boundary(self) -> None:
+        begun = self.rounds.ends is not None
         if self.rounds.begin(self.t):
             self.begin_round()
             if self.θ:
                 self._merge()
-            self._begin_with(self.x)
+            self._ended = self.t
+            self._take_in(apart=begun)
 
     @torch.no_grad()
     def _merge(self) -> None:
         """G ; θ ← θ + V(G) ; x ← θ."""
         x, θ = [p.detach() for p in self.θ], list(self.θ.values())
         Δ = list(torch._foreach_sub(θ, x))
-        G = self._delayed(Δ, norm(x)) if self.delayed else self._mean(Δ, norm(x))
+        left_out: tuple[int, ...] = ()
+        if self.delay is None:
+            G, left_out = Δ, self._average(Δ, x)
+        else:
+            G = self._late(Δ, x, self.delay)
         self.outer_step(θ, G)
         torch._foreach_copy_(x, θ)
-        self.repair(self.left_out)
+        self.repair(left_out)
 
-    def _mean(self, Δ: list[Tensor], size: Tensor) -> list[Tensor]:
-        """Δ̄, waited for."""
+    def _average(self, Δ: list[Tensor], x: list[Tensor]) -> tuple[int, ...]:
+        """Δ ← Δ̄, waited for. Returns the ranks that it is a mean without."""
         if self.comm.world_size > 1:
-            self._merged = self.comm.mean_(Δ, self.w, self.subject("round"), measured=True, relative_to=size)
+            self._merged = self.comm.mean_(Δ, self.w, self.subject("round"), measured=True, relative_to=norm(x))
             self._merged.wait()
-            self.left_out = self._merged.left_out
         self.weights = self._round_weights  # nothing is in flight
-        return Δ
+        return () if self._merged is None else self._merged.left_out
 
-    def _delayed(self, Δ: list[Tensor], size: Tensor) -> list[Tensor]:
+    def _late(self, Δ: list[Tensor], x: list[Tensor], delay: Delay) -> list[Tensor]:
         """a Δ_i + [Δ̄′ − a Δ_i′], and the launch of Δ̄."""
-        if self.comm.world_size == 1:  # Δ̄′ − Δ_i′ = 0
-            return list(torch._foreach_mul(Δ, 1.0))
-        a = self.w if self.own is None else self.own
+        a = self.w if delay.own is None else delay.own
         G = list(torch._foreach_mul(Δ, a))
         if self.D is not None:
             if self.A is not None:
                 self.A.wait()
                 self._merged, self._staleness = self.A, self.t - self.A.step
-            self.D.add_to(G[: self._sent])  # parameters that are new since then come last
+            self.D.add_to(G[: self._sent], keep=False)  # parameters that are new since then come last
         layout = self.comm.layout(Δ)
         if self.D is None or self.D.layout is not layout:
             self.D = layout.buffer()
-        self.D.copy_(Δ)
+        self.D.copy_(Δ, keep=False)
         self._sent = len(Δ)
-        self.A = self.comm.correction_(self.D, self.w, self.subject("round"), own=a, relative_to=size)
-        if not self.overlap:
+        if self.comm.world_size == 1:  # Δ̄ = Δ
+            torch._foreach_mul_(self.D.buckets, 1 - a)
+            return G
+        self.A = self.comm.correction_(self.D, self.w, self.subject("round"), own=a, relative_to=norm(x))
+        if not delay.overlap:
             self.A.wait()
         return G
 
@@ -153,59 +190,69 @@ class OuterRounds(Algorithm):
         self.outer.step()
         self.outer.zero_grad(set_to_none=True)
 
-    def _begin_with(self, x: Sequence[nn.Parameter]) -> None:
-        """θ ← x for parameters that are new; in mid-training the workers have moved them apart: θ, x ← Σ_j w_j x_j."""
-        new = [p.detach() for p in x if p not in self.θ]
-        if new and self.θ and self.comm.world_size > 1:
-            self.comm.mean_(new, self.w, self.subject("new parameters")).wait()
-        for p in x:
-            if p not in self.θ:
-                self.θ[p] = p.detach().clone(memory_format=torch.preserve_format)
-        known = {θ_p for group in self.outer.param_groups for θ_p in group["params"]} if self.outer else set()
-        groups = [group["params"] for opt in self.optimizers for group in opt.param_groups]
-        fresh = [[self.θ[p] for p in group if p in self.θ and self.θ[p] not in known] for group in groups]
-        new_groups = [{"params": group} for group in fresh if group]
+    def _take_in(self, *, apart: bool) -> None:
+        """θ ← x for parameters that are new. Where the workers have moved them apart, θ, x ← Σ_j w_j x_j."""
+        new = [p for p in self.x if p not in self.θ]
+        if new and apart and self.comm.world_size > 1:
+            mean = self.comm.mean_([p.detach() for p in new], self.w, self.subject("new parameters"))
+            mean.wait()
+            self.repair(mean.left_out)
+        self._add(new)
+
+    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """θ ← x for these, in the outer optimizer's group that belongs to theirs."""
+        new = {p: p.detach().clone(memory_format=torch.preserve_format) for p in parameters}
+        self.θ.update(new)
+        groups = [[new.pop(p) for p in group["params"] if p in new] for group in self._groups()]
         if self.outer is None:
-            self.outer = self.make_outer(new_groups) if new_groups else None
-        else:
-            for group in new_groups:
-                self.outer.add_param_group(group)
+            self.outer = self.make_outer([{"params": group} for group in groups]) if any(groups) else None
+            return
+        for number, group in enumerate(groups):
+            if number < len(self.outer.param_groups):
+                self.outer.param_groups[number]["params"] += group
+            else:
+                self.outer.add_param_group({"params": group})
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        """Of the user's optimizers."""
+        return (group for opt in self.optimizers for group in opt.param_groups)
 
     def _pending_correction(self) -> Callable[[], None] | None:
-        if not self.θ:
-            return None
         θ = dict(self.θ)
 
         def fold() -> None:
             torch._foreach_copy_([p.detach() for p in θ], list(θ.values()))
 
-        return fold
+        return fold if θ else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Adds θ, the outer optimizer, and the drained message in flight."""
+        """Adds θ, what the outer optimizer keeps of each, and the drained message in flight."""
         if self.A is not None:
             self.A.wait(counted=False)
         numbers = {p: number for number, p in enumerate(self._members())}
+        kept = {} if self.outer is None else self.outer.state
         return {
             **super().state_dict(),
             "theta": {numbers[p]: θ_p.clone() for p, θ_p in self.θ.items()},
-            "outer": None if self.outer is None else copy.deepcopy(self.outer.state_dict()),
+            "outer": {numbers[p]: _copy(kept[θ_p]) for p, θ_p in self.θ.items() if θ_p in kept},
             "message": None if self.D is None else [bucket.clone() for bucket in self.D.buckets],
             "sent": self._sent,
+            "ended": self._ended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the outer parameters, the outer optimizer and the message that was in flight."""
+        """Continue with θ, the outer optimizer's state and the message that was in flight. Its options are this object's."""
         super().load_state_dict(state)
         members = self._members()
-        self.θ, self.outer, self.D, self.A = {}, None, None, None
-        self._begin_with([members[number] for number in state["theta"]])
+        self._forget()
+        self._ended, self._sent = state["ended"], state["sent"]
+        self._add([members[number] for number in state["theta"]])
         for number, value in state["theta"].items():
             self.θ[members[number]].copy_(value)
         if self.outer is not None:
-            self.outer.load_state_dict(state["outer"])
+            for number, kept in state["outer"].items():
+                self.outer.state[self.θ[members[number]]] = _copy(kept)
         if state["message"] is not None:
-            self._sent = state["sent"]
             self.D = self.comm.layout(list(self.θ.values())[: self._sent]).buffer()
             for bucket, value in zip(self.D.buckets, state["message"], strict=True):
                 bucket.copy_(value)
@@ -213,3 +260,7 @@ class OuterRounds(Algorithm):
     def metrics(self, since: Reading | None = None) -> dict[str, float]:
         """Adds the staleness of the last merge: steps between the end of its round and its merging."""
         return {**super().metrics(since), "algo/staleness_steps": float(self._staleness)}
+
+
+def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}

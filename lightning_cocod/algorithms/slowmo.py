@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_cocod.algorithms.options import nonnegative
+from lightning_cocod.algorithms.options import below_one, nonnegative
 from lightning_cocod.algorithms.outer import OuterRounds
 from lightning_cocod.algorithms.when import When
 
@@ -17,22 +17,24 @@ from lightning_cocod.algorithms.when import When
 class SlowMo(OuterRounds):
     r"""Slow momentum (Wang, Tantia, Ballas, Rabbat; ICLR 2020; arXiv 1910.00643) over Local SGD.
 
-    x_0 is the model with which a round begins, γ the learning rate of the user's optimizer where it ends::
+    x_0 is the model with which a round begins, γ the learning rate of the user's optimizer in it::
 
         every step:       x_i ← x_i + U(g(x_i))
         t = k, 2k, …:     x̄ ← Σ_j w_j x_j                    # blocking
                           u ← β u + (x_0 − x̄) / γ
                           x_i ← x_0 − α γ u
 
-    α = 1 and β = 0 is Local SGD. Where γ is 0 the round has moved nothing: u only decays. The model to evaluate is x_0.
-    Memory beyond the parameters: two copies of them, x_0 and u, and one more while a round ends.
+    α = 1 and β = 0 is Local SGD. The paper's γ is constant in a round; where a schedule changes it, we take the mean over
+    the round's steps. Where that is 0, u only decays. The user's optimizer keeps its state, the paper's "maintain". The
+    model to evaluate is x_0: it, and the model at the end, have no local steps since the last round's end. Memory beyond the
+    parameters: two copies of them, x_0 and u, and one more while a round ends.
 
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
         period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         slow_lr: α ≥ 0.
-        slow_momentum: 0 ≤ β.
+        slow_momentum: 0 ≤ β < 1.
         **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
 
     Raises:
@@ -51,14 +53,48 @@ class SlowMo(OuterRounds):
         slow_momentum: float = 0.7,
         **shared: Any,
     ) -> None:
-        self.α, self.β = nonnegative("slow_lr", slow_lr), nonnegative("slow_momentum", slow_momentum)
-        super().__init__(model, optimizer, period, outer=lambda θ: SGD(θ, lr=self.α, momentum=self.β), **shared)
+        self.α, self.β = nonnegative("slow_lr", slow_lr), below_one("slow_momentum", slow_momentum)
+        super().__init__(model, optimizer, period, outer=lambda x_0: SGD(x_0, lr=self.α, momentum=self.β), **shared)
+        self._rates: list[list[float]] = []  # of the round's steps, for each group of the user's
+        self._watching: list[Any] = []
 
-    def outer_step(self, x_0: list[Tensor], G: list[Tensor]) -> None:
-        """u ← β u + G / γ ; x_0 ← x_0 − α γ u. That is SGD's step with the gradient G / γ and the rate α γ."""
+    def start(self, *, broadcast: bool = True) -> None:
+        """x_i ← x_0."""
+        self._rates = []
+        self._watching = self._watching or [opt.register_step_pre_hook(self._watch) for opt in self.optimizers]
+        super().start(broadcast=broadcast)
+
+    def _watch(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note the rates of a step, group by group."""
+        groups = list(self._groups())
+        self._rates += [[] for _ in range(len(groups) - len(self._rates))]
+        for rates, group in zip(self._rates, groups, strict=True):
+            if any(group is own for own in optimizer.param_groups):
+                rates.append(float(group["lr"]))
+
+    def outer_step(self, θ: list[Tensor], G: list[Tensor]) -> None:
+        """u ← β u + G / γ ; x_0 ← x_0 − α γ u: a step of SGD with the gradient G / γ and the rate α γ."""
         assert self.outer is not None  # made with x_0
-        rate = {p: float(group["lr"]) for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
-        γ = {θ_p: rate[p] for p, θ_p in self.θ.items()}
-        for group in self.outer.param_groups:
-            group["lr"] = self.α * γ[group["params"][0]]
-        super().outer_step(x_0, [g / γ[x] if γ[x] else torch.zeros_like(g) for x, g in zip(x_0, G, strict=True)])
+        gradient = dict(zip(θ, G, strict=True))
+        for rates, group, outer in zip(self._rates, self._groups(), self.outer.param_groups, strict=False):
+            γ = sum(rates) / len(rates) if rates else float(group["lr"])
+            outer["lr"] = self.α * γ
+            if outer["params"]:
+                torch._foreach_div_([gradient[x_0] for x_0 in outer["params"]], γ or torch.inf)
+            rates.clear()
+        super().outer_step(θ, G)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adds the rates of the round under way."""
+        return {**super().state_dict(), "rates": [list(rates) for rates in self._rates]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue in mid-round."""
+        super().load_state_dict(state)
+        self._rates = [list(rates) for rates in state["rates"]]
+
+    def close(self) -> None:
+        """Also stops watching the optimizers."""
+        super().close()
+        while self._watching:
+            self._watching.pop().remove()

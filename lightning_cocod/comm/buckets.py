@@ -172,9 +172,11 @@ class Buffer:
         self.buckets = buckets
         self._views: list[list[Tensor]] = []
 
-    def _spans(self, tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    def _spans(
+        self, tensors: Sequence[Tensor], keep: bool = True
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
         """Buckets, views of them and the pieces of the tensors that lie there: one by one or, off the CPU, all at once."""
-        pieces = self.layout.pieces(tensors)
+        pieces = self.layout.pieces(tensors, keep=keep)
         if not self._views:
             self._views = [self.layout.cut(j, flat, pieces[j]) for j, flat in enumerate(self.buckets)]
         if all(flat.device.type == "cpu" for flat in self.buckets):
@@ -194,9 +196,9 @@ class Buffer:
                 yield number, tuple(parts)
 
     @torch.no_grad()
-    def copy_(self, tensors: Sequence[Tensor]) -> None:
-        """buffer ← tensors."""
-        for _, views, pieces in self._spans(tensors):
+    def copy_(self, tensors: Sequence[Tensor], *, keep: bool = True) -> None:
+        """buffer ← tensors. Their views are kept for the next call, and so is their memory, unless told."""
+        for _, views, pieces in self._spans(tensors, keep):
             torch._foreach_copy_(views, pieces)
 
     @torch.no_grad()
@@ -206,9 +208,9 @@ class Buffer:
             torch._foreach_copy_(pieces, views)
 
     @torch.no_grad()
-    def add_to(self, tensors: Sequence[Tensor]) -> None:
-        """tensors ← tensors + buffer."""
-        for _, views, pieces in self._spans(tensors):
+    def add_to(self, tensors: Sequence[Tensor], *, keep: bool = True) -> None:
+        """tensors ← tensors + buffer. Their views are kept for the next call, and so is their memory, unless told."""
+        for _, views, pieces in self._spans(tensors, keep):
             torch._foreach_add_(pieces, views)
 
     @torch.no_grad()

@@ -193,15 +193,15 @@ class Correction:
         if not self.weight:
             S.copy_(scratch)
             return
-        if self._own != 1:
-            rest = S * (1 - self._own)
-        if scratch.dtype == S.dtype:
-            torch.sub(scratch, S, out=S)
+        if self._own == 1 and scratch.dtype == S.dtype:
+            self._measure(torch.sub(scratch, S, out=S))
         else:
-            S.copy_(scratch.sub_(S))
-        self._distances.append(torch.linalg.vector_norm(S, dtype=torch.promote_types(S.dtype, torch.float32)))
-        if self._own != 1:
-            S.add_(rest)
+            self._measure(scratch.sub_(S))
+            S.copy_(scratch.add_(S, alpha=1 - self._own))
+
+    def _measure(self, difference: Tensor) -> None:
+        wide = torch.promote_types(difference.dtype, torch.float32)
+        self._distances.append(torch.linalg.vector_norm(difference, dtype=wide))
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""

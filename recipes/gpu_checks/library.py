@@ -42,10 +42,17 @@ def strategies() -> dict[str, Any]:
 
 
 def takes(kind: type, option: str) -> bool:
-    """Whether it has an option of its own of this name."""
-    return option in inspect.signature(kind).parameters
+    """Whether it has an option of its own of this name, or hands one on to what it is made of."""
+    return any(option in inspect.signature(c.__init__).parameters for c in kind.__mro__)
+
+
+def must_warm_up(kind: type) -> bool:
+    """Whether it always begins with synchronous steps."""
+    given = inspect.signature(kind).parameters.get("warmup_steps")
+    return given is not None and given.default > 0
 
 
 def options(kind: type, wanted: dict[str, Any]) -> dict[str, Any]:
     """Those that it takes, so that a check speaks of a period to all algorithms, one without any included."""
-    return {name: value for name, value in wanted.items() if name in SHARED or takes(kind, name)}
+    short = {"warmup_steps": 1} if must_warm_up(kind) else {}
+    return {name: value for name, value in {**short, **wanted}.items() if name in SHARED or takes(kind, name)}

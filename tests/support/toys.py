@@ -3,6 +3,7 @@
 import inspect
 
 import lightning as L
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,8 +11,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cocod import strategies  # importing it registers the names
 from lightning_cocod.strategies import AlgorithmStrategy
 
-VARIANTS = ["dc_s3gd", "diloco", "eager_diloco", "post_local_sgd", "slowmo"]
-"""Strategies that are looked at in test_strategy and in tests of their own: under Lightning they behave as the others."""
+VARIANTS = {
+    "dc_s3gd": {"period": 3},
+    "diloco": {"period": 3},
+    "eager_diloco": {"period": 3},
+    "post_local_sgd": {"period": 3, "warmup_steps": 4},
+    "slowmo": {"period": 3},
+}
+"""Strategies that are looked at in test_strategy, test_resume and tests of their own, with options for short runs."""
 CLASSES = [strategy for strategy in strategies.STRATEGIES if strategy.registered_name not in VARIANTS]
 STRATEGIES = [strategy.registered_name for strategy in CLASSES]
 """The names of all other strategies of the package: what a user expects of one is tested for every one."""
@@ -20,6 +27,12 @@ STRATEGIES = [strategy.registered_name for strategy in CLASSES]
 def has(strategy, *options):
     """Whether a class of strategies has all of these options."""
     return {*inspect.signature(AlgorithmStrategy).parameters, *inspect.signature(strategy).parameters}.issuperset(options)
+
+
+def variants():
+    """One of each of the variants, for a short run."""
+    by_name = {strategy.registered_name: strategy for strategy in strategies.STRATEGIES}
+    return [pytest.param(by_name[name](**options), id=name) for name, options in VARIANTS.items()]
 
 
 def having(*options):
