@@ -35,6 +35,8 @@ from lightning_cocod import (
     EagerDiLoCoStrategy,
     LocalSGD,
     LocalSGDStrategy,
+    OverlapLocalSGD,
+    OverlapLocalSGDStrategy,
     PostLocalSGD,
     PostLocalSGDStrategy,
     SlowMo,
@@ -136,6 +138,7 @@ LOOPS = {
         (DiLoCo, DiLoCoStrategy),
         (EagerDiLoCo, EagerDiLoCoStrategy),
         (LocalSGD, LocalSGDStrategy),
+        (OverlapLocalSGD, OverlapLocalSGDStrategy),
         (partial(PostLocalSGD, warmup_steps=4), partial(PostLocalSGDStrategy, warmup_steps=4)),
         (SlowMo, SlowMoStrategy),
     ]

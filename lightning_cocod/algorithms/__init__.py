@@ -6,6 +6,7 @@ from lightning_cocod.algorithms.dc_s3gd import DCS3GD
 from lightning_cocod.algorithms.diloco import DiLoCo
 from lightning_cocod.algorithms.eager_diloco import EagerDiLoCo
 from lightning_cocod.algorithms.local_sgd import LocalSGD
+from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
 from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
 from lightning_cocod.algorithms.slowmo import SlowMo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
@@ -18,6 +19,7 @@ __all__ = [
     "EagerDiLoCo",
     "Every",
     "LocalSGD",
+    "OverlapLocalSGD",
     "PostLocalSGD",
     "Schedule",
     "SlowMo",

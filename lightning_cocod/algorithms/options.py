@@ -50,6 +50,17 @@ def below_one(name: str, value: object) -> float:
     return nonnegative(name, value)
 
 
+def share(name: str, value: object) -> float:
+    """A number greater than 0, and 1 at most.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not 0 < nonnegative(name, value) <= 1:
+        raise ValueError(f"{name} must be greater than 0 and at most 1, got {value!r}")
+    return nonnegative(name, value)
+
+
 def choice(name: str, value: object, choices: Sequence[str]) -> str:
     """One of the choices.
 

@@ -8,6 +8,7 @@ from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
 from lightning_cocod.strategies.diloco import DiLoCoStrategy
 from lightning_cocod.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
+from lightning_cocod.strategies.overlap_local_sgd import OverlapLocalSGDStrategy
 from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
 from lightning_cocod.strategies.slowmo import SlowMoStrategy
 
@@ -17,6 +18,7 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     LocalSGDStrategy,
+    OverlapLocalSGDStrategy,
     PostLocalSGDStrategy,
     SlowMoStrategy,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "DiLoCoStrategy",
     "EagerDiLoCoStrategy",
     "LocalSGDStrategy",
+    "OverlapLocalSGDStrategy",
     "PostLocalSGDStrategy",
     "SlowMoStrategy",
     "register",

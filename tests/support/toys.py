@@ -15,6 +15,7 @@ VARIANTS = {
     "dc_s3gd": {"period": 3},
     "diloco": {"period": 3},
     "eager_diloco": {"period": 3},
+    "overlap_local_sgd": {"period": 3},
     "post_local_sgd": {"period": 3, "warmup_steps": 4},
     "slowmo": {"period": 3},
 }
