@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
-from lightning_cocod.workloads import gpt, resnet18, vgg16
+from lightning_cocod.workloads import gpt, resnet18, resnet20, vgg16
 
 Batch = tuple[Tensor, Tensor]
 
@@ -45,14 +45,15 @@ def _mlp(layers: int, width: int) -> nn.Module:
 WORK = {
     "resnet18": Work(resnet18, _images(32), 10, batch_size=16, period=8),
     "resnet18_64": Work(partial(torchvision.models.resnet18, num_classes=10), _images(64), 10, batch_size=16, period=8),
+    "resnet20": Work(resnet20, _images(32), 10, batch_size=16, period=8),
     "vgg16": Work(vgg16, _images(32), 10, batch_size=16, period=8),
     "gpt": Work(gpt, lambda count: torch.randint(256, (count, 64)), 256, batch_size=16, period=8),
     "huge": Work(partial(nn.Linear, 10_000, 10_000), _numbers(10_000), 10_000, batch_size=4, period=8),
     "mlp": Work(partial(_mlp, 8, 256), _numbers(256), 10, batch_size=16, period=8),
     "tiny": Work(partial(_mlp, 2, 64), _numbers(64), 10, batch_size=16, period=8),
 }
-"""By name. With ImageNet's stem `resnet18_64` has short steps. `vgg16` and `huge` have a tensor of 400 MB; most of a step of
-`tiny` is the Trainer's.
+"""By name. With ImageNet's stem `resnet18_64` has short steps. `resnet20` has little to send; `vgg16` and `huge` have a
+tensor of 400 MB. Most of a step of `tiny` is the Trainer's.
 """
 
 
