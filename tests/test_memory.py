@@ -50,6 +50,22 @@ def local_sgd(model, optimizer):
         steps(model, optimizer, 5)
 
 
+def other(name, **options):
+    """A case of that name."""
+
+    def case(model, optimizer):
+        import lightning_cocod
+
+        with getattr(lightning_cocod, name)(model, optimizer, period=2, **options) as algo:
+            for _ in range(5):
+                algo.before_step()
+                algo.step(optimizer.step)
+                algo.after_step()
+
+    case.__name__ = name
+    return case
+
+
 def cocod_in_consensus(model, optimizer):
     from lightning_cocod import CoCoD
 
@@ -60,7 +76,9 @@ def cocod_in_consensus(model, optimizer):
         steps(model, optimizer, 2)
 
 
-CASES = [no_algorithm, local_sgd, cocod, cocod_in_consensus]
+OTHERS = {"DCS3GD": 1, "OverlapLocalSGD": 2, "SlowMo": 3, "DiLoCo": 3, "EagerDiLoCo": 5}
+"""Copies of the parameters that they promise, those for the time of a merge included."""
+CASES = [no_algorithm, local_sgd, cocod, cocod_in_consensus, *(other(name) for name in OTHERS)]
 
 
 def model_of(layers):
@@ -152,6 +170,11 @@ def test_local_sgd_needs_a_few_buckets(copies):
 
 def test_an_evaluation_needs_one_copy_more(copies):  # and is seen to: so would be any copy that should not be there
     assert 1.9 < copies["cocod_in_consensus"] < 2 + BUCKETS
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_others_need_the_copies_that_they_promise(copies, name):
+    assert OTHERS[name] - 0.1 < copies[name] < OTHERS[name] + 3 * BUCKETS
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Compensation:
     r"""g̃ = g + λ g ⊙ g ⊙ D with λ = min(λ_max, λ_0 ‖g‖ / ‖g ⊙ g ⊙ D‖).
 
     λ = 0 where ‖D‖ ≤ 16 ε ‖x‖, ε being the resolution of the dtype, or the denominator is 0.
-    Nothing waits for the device. Norms are accumulated in float64, products taken in float32 at least.
+    Nothing waits for the device. Products are taken in float32 at least, and norms accumulated in float64 over parts.
 
     Args:
         lambda_0: λ_0 ≥ 0.
@@ -48,6 +48,8 @@ class Compensation:
         self.lambda_max = math.inf if lambda_max is None else nonnegative("lambda_max", lambda_max)
         self.per_tensor = choice("norm", norm, ("model", "tensor")) == "tensor"
 
+        self._memory: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
     @torch.no_grad()
     def __call__(self, parts: Iterable[Part]) -> None:
         """g ← g̃ in place."""
@@ -57,13 +59,13 @@ class Compensation:
         for those in together.values():
             λ = self._lambda(those)
             for part in those:
-                part.g.add_(_curvature(part)[1].mul_(λ).to(part.g.dtype))
+                part.g.add_(self._curvature(part)[1].mul_(λ))
 
     def _lambda(self, parts: list[Part]) -> Tensor:
         """λ, a number on the parts' device."""
         sums = []
         for part in parts:
-            g, u = _curvature(part)
+            g, u = self._curvature(part)
             resolution = FLOOR * torch.finfo(part.x.dtype).eps
             sums.append(torch.stack([_square(g), _square(u), _square(part.D), _square(part.x) * resolution**2]))
         g, u, D, floor = torch.stack(sums).sum(0).sqrt()
@@ -71,16 +73,23 @@ class Compensation:
         λ = (self.lambda_0 * g / u).clamp(max=self.lambda_max)
         return torch.where(nothing | ~torch.isfinite(λ), 0.0, λ)  # a gradient that is not finite spoils no other
 
+    def _curvature(self, part: Part) -> tuple[Tensor, Tensor]:
+        """g, and g ⊙ g ⊙ D or 0 where that overflows: the diagonal of g gᵀ, in place of the Hessian, times the move.
 
-def _curvature(part: Part) -> tuple[Tensor, Tensor]:
-    """g, and g ⊙ g ⊙ D, or 0 where that overflows: the diagonal of g gᵀ, in place of the Hessian, times the move. New."""
-    wide = torch.promote_types(part.g.dtype, torch.float32)
-    g = part.g.to(wide, copy=True)
-    if part.decay:
-        g.add_(part.x.to(wide), alpha=part.decay)
-    return g, g.square().mul_(part.D).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        Both lie in memory that is used again: freed and made anew for every part, it would fall into pieces.
+        """
+        kind = torch.promote_types(part.g.dtype, torch.float32), part.g.device
+        memory = self._memory.get(kind, [])
+        if not memory or memory[0].numel() < part.g.numel():
+            memory = self._memory[kind] = [torch.empty(part.g.numel(), dtype=kind[0], device=kind[1]) for _ in range(2)]
+        g, u = (flat[: part.g.numel()].view(part.g.shape) for flat in memory)
+        g.copy_(part.g)
+        if part.decay:
+            g.add_(part.x, alpha=part.decay)
+        return g, torch.mul(g, g, out=u).mul_(part.D).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _square(t: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(t, dtype=torch.float64)
-    return norm.square()
+    """‖t‖² of one part, in float64, in which those of all parts are added up."""
+    norm: Tensor = torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
+    return norm.double().square()

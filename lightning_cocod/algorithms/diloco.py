@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
-from torch.optim import SGD, Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.options import below_one, nonnegative
 from lightning_cocod.algorithms.outer import OuterRounds
@@ -56,11 +57,36 @@ class DiLoCo(OuterRounds):
         super().__init__(model, optimizer, period, outer=nesterov(outer_lr, outer_momentum), **shared)
 
 
-def nesterov(lr: float, momentum: float) -> partial[SGD]:
-    """m ← β m + G ; θ ← θ − η (G + β m).
+class Nesterov(Optimizer):
+    """The outer optimizer: m ← β m + G ; θ ← θ − η (G + β m). As torch's SGD, but all in place: it needs no memory but m."""
+
+    def __init__(self, params: Any, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # there is nothing to close over
+        """One step along the gradients."""
+        for group in self.param_groups:
+            θ = [p for p in group["params"] if p.grad is not None]
+            if θ:
+                η, β, G = group["lr"], group["momentum"], [p.grad for p in θ]
+                m = [self._momentum(p) for p in θ]
+                torch._foreach_mul_(m, β)
+                torch._foreach_add_(m, G)
+                torch._foreach_add_(θ, G, alpha=-η)
+                torch._foreach_add_(θ, m, alpha=-η * β)
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        if "m" not in self.state[p]:
+            self.state[p]["m"] = torch.zeros_like(p)
+        m: Tensor = self.state[p]["m"]
+        return m
+
+
+def nesterov(lr: float, momentum: float) -> partial[Nesterov]:
+    """Makes the outer optimizer.
 
     Raises:
         ValueError: a number out of range.
     """
-    β = below_one("outer_momentum", momentum)
-    return partial(SGD, lr=nonnegative("outer_lr", lr), momentum=β, nesterov=β > 0)
+    return partial(Nesterov, lr=nonnegative("outer_lr", lr), momentum=below_one("outer_momentum", momentum))

@@ -150,11 +150,11 @@ class OverlapLocalSGD(Algorithm):
         if self.z is not None and self.z.layout is layout:
             return
         known = {} if self.z is None or self.u is None else self._by_parameter(self.z, self.u)
-        nothing = [(p.detach(), torch.zeros_like(p)) for p in self.x]
-        z, u = zip(*(known.get(p, new) for p, new in zip(self.x, nothing, strict=True)), strict=True)
         self.z, self.u, self._known = layout.buffer(), layout.buffer(), list(self.x)
-        self.z.copy_(z, keep=False)
-        self.u.copy_(u, keep=False)
+        self.z.copy_([known[p][0] if p in known else p.detach() for p in self.x], keep=False)
+        torch._foreach_zero_(self.u.buckets)
+        if known:
+            self.u.copy_([known[p][1] if p in known else torch.zeros_like(p) for p in self.x], keep=False)
 
     def _by_parameter(self, z: Buffer, u: Buffer) -> dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]]:
         both = [[torch.empty_like(p) for p in self._known] for _ in range(2)]
