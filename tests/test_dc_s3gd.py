@@ -292,6 +292,17 @@ def test_a_move_that_is_no_more_than_rounding_error_corrects_nothing(dtype):
     assert (flat(parts, "g") - before).norm() > 0.1 * before.norm()
 
 
+@pytest.mark.parametrize(
+    ("g", "D", "x"), [(1e-8, 1e-7, 1), (1e-9, 1e-6, 1), (1e-9, 3e-7, 1), (1e-7, 1e-10, 1e-5), (1e-15, 1e-6, 1)]
+)
+def test_squares_that_float32_cannot_hold_change_nothing_of_that(g, D, x):
+    draw = torch.Generator().manual_seed(0)
+    parts = [Part(0, *(torch.randn(20_000, generator=draw) * size for size in (x, 30 * D, g))) for _ in range(3)]
+    before = flat(parts, "g")
+    Compensation(0.2)(parts)
+    assert ((flat(parts, "g") - before).norm() / before.norm()).item() == pytest.approx(0.2, rel=1e-3)
+
+
 def test_a_gradient_of_zero_stays_zero_and_a_tiny_one_stays_finite():
     for g in (0.0, 1e-30, 1e-20):
         parts = [Part(0, torch.ones(4), torch.full((4,), 1e-3), torch.full((4,), g))]

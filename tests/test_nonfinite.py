@@ -10,16 +10,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
-from support.toys import Toy, loader, trainer
+from support.toys import CLASSES, STRATEGIES, Toy, loader, trainer
 from torch import nn
 
 from lightning_cocod import CoCoD, LocalSGD, NonFiniteMessage
 from lightning_cocod.algorithms.repair import forget
 from lightning_cocod.comm import communicator
-from lightning_cocod.strategies import STRATEGIES, CoCoDStrategy
+from lightning_cocod.strategies import CoCoDStrategy
 
 LIMIT = 60.0
-NAMES = [strategy.registered_name for strategy in STRATEGIES]
+NAMES = STRATEGIES
 ALGORITHMS = {"cocod": CoCoD, "local_sgd": LocalSGD}
 NAN, INF = float("nan"), float("inf")
 
@@ -198,7 +198,7 @@ WEIGHTS = {2: None, 3: [3, 1, 2]}
 
 
 @pytest.mark.parametrize("n", FAULTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CLASSES)
 def test_a_fit_goes_on_by_the_rule_when_gradients_break(strategy, n):
     faults, weights = FAULTS[n], WEIGHTS[n]
     ranks = run_ranks(fitted, n, strategy, faults, weights, init=False, timeout=LIMIT)

@@ -23,6 +23,7 @@ from lightning_cocod.algorithms.replica import Replica
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Message, Subject
 from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.comm.norms import norm
 
 T = TypeVar("T")
 
@@ -361,13 +362,16 @@ class Algorithm:
     @torch.no_grad()
     def _become_consensus(self, kind: str) -> tuple[int, ...]:
         """Returns the ranks that the consensus is one without; they have it now, like all."""
-        fold = self._pending_correction()
+        fold, fit = self._pending_correction(), None
         if fold is not None:
+            if not _finite([p.detach() for p in self.x]):  # the fold may hide it, and buffers tell nothing
+                fit = False
             fold()
         if self.comm.world_size == 1:
             return ()
         subject = self.subject(kind, counted=False)
-        fit = False if self.comm.rank in self.left_out else None
+        if self.comm.rank in self.left_out:
+            fit = False
         with self._on_device([p.detach() for p in self._moved()]) as parameters:
             mean = self.comm.mean_(parameters, self.w, subject, fit=fit)
             mean.wait()
@@ -431,6 +435,10 @@ class Algorithm:
 def _normalised(weights: Sequence[float] | None, world_size: int) -> list[float]:
     given = positive(weights, world_size) or [1.0] * world_size
     return [w / math.fsum(given) for w in given]
+
+
+def _finite(tensors: Sequence[Tensor]) -> bool:
+    return bool(torch.isfinite(norm(tensors))) or all(bool(t.isfinite().all()) for t in tensors)
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

@@ -67,7 +67,8 @@ class Compensation:
         for part in parts:
             g, u = self._curvature(part)
             resolution = FLOOR * torch.finfo(part.x.dtype).eps
-            sums.append(torch.stack([_square(g), _square(u), _square(part.D), _square(part.x) * resolution**2]))
+            floor = _square(part.x) * resolution**2
+            sums.append(torch.stack([_scaled_square(g), _scaled_square(u), _square(part.D), floor]))
         g, u, D, floor = torch.stack(sums).sum(0).sqrt()
         nothing = (floor >= D) | (u <= g * torch.finfo(torch.float32).tiny)  # also where λ would be too large for float32
         λ = (self.lambda_0 * g / u).clamp(max=self.lambda_max)
@@ -93,3 +94,10 @@ def _square(t: Tensor) -> Tensor:
     """‖t‖² of one part, in float64, in which those of all parts are added up."""
     norm: Tensor = torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
     return norm.double().square()
+
+
+def _scaled_square(t: Tensor) -> Tensor:
+    """The same where squares may underflow. Leaves t / max |t|."""
+    largest = torch.linalg.vector_norm(t, torch.inf)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return _square(t.div_(largest)) * largest.double().square()

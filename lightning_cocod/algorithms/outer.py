@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,19 +113,13 @@ class OuterRounds(Algorithm):
     def after_step(self) -> None:
         """Merge where a round ends."""
         super().after_step()
-        if self.when.synchronous(self.t):
+        if not self.θ:  # synchronous so far
             self._ended = self.t
         self._at_boundary()
 
     def finish(self) -> None:
         """Every replica becomes the mean of the θ_i."""
-        if self._started and self.t > self._ended and self.comm.rank == 0:
-            _log.warning(
-                "the last %d steps are not in the model of %s, which is that of the end of a round: train a multiple of the "
-                "period's steps",
-                self.t - self._ended,
-                self.name,
-            )
+        warn_of_lost_steps(self, self._ended)
         super().finish()
         self._forget()
 
@@ -203,19 +197,17 @@ class OuterRounds(Algorithm):
         """θ ← x for these, in the outer optimizer's group that belongs to theirs."""
         new = {p: p.detach().clone(memory_format=torch.preserve_format) for p in parameters}
         self.θ.update(new)
-        groups = [[new.pop(p) for p in group["params"] if p in new] for group in self._groups()]
+        rest = dict(self.θ)  # a parameter of two optimizers counts once
+        groups = [
+            [rest.pop(p) for p in group["params"] if p in rest] for opt in self.optimizers for group in opt.param_groups
+        ]
         if self.outer is None:
-            self.outer = self.make_outer([{"params": group} for group in groups]) if any(groups) else None
+            self.outer = self.make_outer([{"params": group} for group in groups]) if self.θ else None
             return
-        for number, group in enumerate(groups):
-            if number < len(self.outer.param_groups):
-                self.outer.param_groups[number]["params"] += group
-            else:
-                self.outer.add_param_group({"params": group})
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        """Of the user's optimizers."""
-        return (group for opt in self.optimizers for group in opt.param_groups)
+        while len(self.outer.param_groups) < len(groups):
+            self.outer.add_param_group({"params": []})
+        for outer, group in zip(self.outer.param_groups, groups, strict=True):
+            outer["params"] = group
 
     def _pending_correction(self) -> Callable[[], None] | None:
         θ = dict(self.θ)
@@ -251,7 +243,8 @@ class OuterRounds(Algorithm):
             self.θ[members[number]].copy_(value)
         if self.outer is not None:
             for number, kept in state["outer"].items():
-                self.outer.state[self.θ[members[number]]] = _copy(kept)
+                θ_p = self.θ[members[number]]
+                self.outer.state[θ_p] = _copy(kept, θ_p.device)
         if state["message"] is not None:
             self.D = self.comm.layout(list(self.θ.values())[: self._sent]).buffer()
             for bucket, value in zip(self.D.buckets, state["message"], strict=True):
@@ -262,5 +255,17 @@ class OuterRounds(Algorithm):
         return {**super().metrics(since), "algo/staleness_steps": float(self._staleness)}
 
 
-def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+def _copy(state: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """With copies of the tensors, on a device if one is given."""
+    return {k: v.to(device or v.device, copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def warn_of_lost_steps(algorithm: Algorithm, ended: int) -> None:
+    """At the end, where the model is that of the step at which the last round ended."""
+    if algorithm.started and algorithm.t > ended and algorithm.comm.rank == 0:
+        _log.warning(
+            "the last %d steps are not in the model of %s, which is that of the end of a round: train a multiple of the "
+            "period's steps",
+            algorithm.t - ended,
+            algorithm.name,
+        )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.options import below_one, flag, share
+from lightning_cocod.algorithms.outer import warn_of_lost_steps
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
@@ -89,6 +90,8 @@ class OverlapLocalSGD(Algorithm):
         self.u: Buffer | None = None
         self.A: Message | None = None
         self._known: list[nn.Parameter] = []  # of which z and u are
+        self._unfit: tuple[int, ...] = ()  # left out of the anchor with which a resumed run began
+        self._ended = self.t
         self._staleness = 0
 
     def start(self, *, broadcast: bool = True) -> None:
@@ -101,10 +104,13 @@ class OverlapLocalSGD(Algorithm):
     def after_step(self) -> None:
         """Pull and launch where a round ends."""
         super().after_step()
+        if self.z is None:  # synchronous so far
+            self._ended = self.t
         self._at_boundary()
 
     def finish(self) -> None:
         """Every replica becomes z."""
+        warn_of_lost_steps(self, self._ended)
         super().finish()
         self._forget()
 
@@ -113,7 +119,7 @@ class OverlapLocalSGD(Algorithm):
             if self.z is not None and self.u is not None:
                 self._pull(self.z, self.u)
             self.begin_round()
-            launches = self.z is not None
+            launches, self._ended = self.z is not None, self.t
             self._take_in()
             if launches and self.z is not None:
                 self._launch(self.z)
@@ -121,7 +127,7 @@ class OverlapLocalSGD(Algorithm):
     @torch.no_grad()
     def _pull(self, z: Buffer, u: Buffer) -> None:
         """wait(z) ; x ← (1 − α) x + α z ; u ← β u + (x − z) ; z ← z + u, which is what this worker says."""
-        left_out: tuple[int, ...] = ()
+        left_out, self._unfit = self._unfit, ()
         if self.A is not None:
             self.A.wait()
             self._merged, self._staleness, left_out = self.A, self.t - self.A.step, self.A.left_out
@@ -177,7 +183,9 @@ class OverlapLocalSGD(Algorithm):
         both = [None if b is None else [bucket.clone() for bucket in b.buckets] for b in (self.z, self.u)]
         numbers = {p: number for number, p in enumerate(self._members())}
         known = [numbers[p] for p in self._known] if self.z is not None else []
-        return {**super().state_dict(), "z": both[0], "u": both[1], "known": known}
+        unfit = list(self._unfit if self.A is None else self.A.left_out)
+        ended = {"ended": self._ended, "unfit": unfit}
+        return {**super().state_dict(), **ended, "z": both[0], "u": both[1], "known": known}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the anchor that was in flight."""
@@ -185,6 +193,7 @@ class OverlapLocalSGD(Algorithm):
         if self.A is not None:
             self.A.wait(counted=False)  # of the launch in start()
         self._forget()
+        self._ended, self._unfit = state["ended"], tuple(state["unfit"])
         if state["z"] is not None:
             members = self._members()
             self._known = [members[number] for number in state["known"]]

@@ -55,46 +55,65 @@ class SlowMo(OuterRounds):
     ) -> None:
         self.α, self.β = nonnegative("slow_lr", slow_lr), below_one("slow_momentum", slow_momentum)
         super().__init__(model, optimizer, period, outer=lambda x_0: SGD(x_0, lr=self.α, momentum=self.β), **shared)
-        self._rates: list[list[float]] = []  # of the round's steps, for each group of the user's
+        self._rates: dict[tuple[int, int], list[float]] = {}  # of the round's steps: optimizer, group
         self._watching: list[Any] = []
 
     def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0."""
-        self._rates = []
+        self._rates = {}
         self._watching = self._watching or [opt.register_step_pre_hook(self._watch) for opt in self.optimizers]
         super().start(broadcast=broadcast)
 
     def _watch(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note the rates of a step, group by group."""
-        groups = list(self._groups())
-        self._rates += [[] for _ in range(len(groups) - len(self._rates))]
-        for rates, group in zip(self._rates, groups, strict=True):
-            if any(group is own for own in optimizer.param_groups):
-                rates.append(float(group["lr"]))
+        """Note the rates of a step of a round, group by group."""
+        number = next(n for n, opt in enumerate(self.optimizers) if opt is optimizer)
+        if not self.when.synchronous(self.t):
+            for group, options in enumerate(optimizer.param_groups):
+                self._rates.setdefault((number, group), []).append(float(options["lr"]))
+
+    def _average(self, Δ: list[Tensor], x: list[Tensor]) -> tuple[int, ...]:
+        """Δ̄, and with it the workers' mean γ of every group: a scaler may have skipped steps on some."""
+        γ = []
+        for number, opt in enumerate(self.optimizers):
+            for group, options in enumerate(opt.param_groups):
+                rates = self._rates.get((number, group)) or [float(options["lr"])]
+                γ.append(sum(rates) / len(rates))
+        mean = torch.tensor(γ, dtype=torch.float64, device=self.comm.device)
+        left_out = super()._average([*Δ, mean], x)
+        self._γ, self._rates = mean.tolist(), {}
+        return left_out
 
     def outer_step(self, θ: list[Tensor], G: list[Tensor]) -> None:
         """u ← β u + G / γ ; x_0 ← x_0 − α γ u: a step of SGD with the gradient G / γ and the rate α γ."""
         assert self.outer is not None  # made with x_0
         gradient = dict(zip(θ, G, strict=True))
-        for rates, group, outer in zip(self._rates, self._groups(), self.outer.param_groups, strict=False):
-            γ = sum(rates) / len(rates) if rates else float(group["lr"])
-            outer["lr"] = self.α * γ
-            if outer["params"]:
-                torch._foreach_div_([gradient[x_0] for x_0 in outer["params"]], γ or torch.inf)
-            rates.clear()
+        for γ, group in zip(self._γ, self.outer.param_groups, strict=False):
+            group["lr"] = self.α * γ
+            if group["params"]:
+                torch._foreach_div_([gradient[x_0] for x_0 in group["params"]], γ or torch.inf)
         super().outer_step(θ, G)
 
     def state_dict(self) -> dict[str, Any]:
         """Adds the rates of the round under way."""
-        return {**super().state_dict(), "rates": [list(rates) for rates in self._rates]}
+        return {**super().state_dict(), "rates": [[*which, list(rates)] for which, rates in self._rates.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue in mid-round."""
         super().load_state_dict(state)
-        self._rates = [list(rates) for rates in state["rates"]]
+        self._rates = {(number, group): list(rates) for number, group, rates in state["rates"]}
+
+    def finish(self) -> None:
+        """Every replica becomes x_0; the optimizers are no longer watched."""
+        try:
+            super().finish()
+        finally:
+            while self._watching:
+                self._watching.pop().remove()
 
     def close(self) -> None:
-        """Also stops watching the optimizers."""
-        super().close()
-        while self._watching:
-            self._watching.pop().remove()
+        """The same where there was no ``finish``."""
+        try:
+            super().close()
+        finally:
+            while self._watching:
+                self._watching.pop().remove()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import SlowMo, When
-from lightning_cocod.algorithms.options import no_codec, nonnegative, positive
+from lightning_cocod.algorithms.options import below_one, no_codec, nonnegative, positive
 from lightning_cocod.algorithms.when import as_when
 from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
@@ -51,7 +51,7 @@ class SlowMoStrategy(AlgorithmStrategy):
         super().__init__(**options)
         no_codec(compression)
         self._when = as_when(period, warmup_steps)
-        slow_lr, slow_momentum = nonnegative("slow_lr", slow_lr), nonnegative("slow_momentum", slow_momentum)
+        slow_lr, slow_momentum = nonnegative("slow_lr", slow_lr), below_one("slow_momentum", slow_momentum)
         self._make = partial(SlowMo, slow_lr=slow_lr, slow_momentum=slow_momentum)
         self._weights = positive(weights)
 
