@@ -23,7 +23,7 @@ from lightning_cocod.algorithms.replica import Replica
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Message, Subject
 from lightning_cocod.comm.ledger import Reading
-from lightning_cocod.comm.norms import norm
+from lightning_cocod.comm.norms import finite
 
 T = TypeVar("T")
 
@@ -364,7 +364,7 @@ class Algorithm:
         """Returns the ranks that the consensus is one without; they have it now, like all."""
         fold, fit = self._pending_correction(), None
         if fold is not None:
-            if not _finite([p.detach() for p in self.x]):  # the fold may hide it, and buffers tell nothing
+            if not finite([p.detach() for p in self.x]):  # the fold may hide it, and buffers tell nothing
                 fit = False
             fold()
         if self.comm.world_size == 1:
@@ -435,10 +435,6 @@ class Algorithm:
 def _normalised(weights: Sequence[float] | None, world_size: int) -> list[float]:
     given = positive(weights, world_size) or [1.0] * world_size
     return [w / math.fsum(given) for w in given]
-
-
-def _finite(tensors: Sequence[Tensor]) -> bool:
-    return bool(torch.isfinite(norm(tensors))) or all(bool(t.isfinite().all()) for t in tensors)
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

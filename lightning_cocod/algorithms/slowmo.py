@@ -107,13 +107,15 @@ class SlowMo(OuterRounds):
         try:
             super().finish()
         finally:
-            while self._watching:
-                self._watching.pop().remove()
+            self._look_away()
 
     def close(self) -> None:
         """The same where there was no ``finish``."""
         try:
             super().close()
         finally:
-            while self._watching:
-                self._watching.pop().remove()
+            self._look_away()
+
+    def _look_away(self) -> None:
+        while self._watching:
+            self._watching.pop().remove()

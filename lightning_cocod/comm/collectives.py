@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
-from lightning_cocod.comm.norms import norm, norms, total
+from lightning_cocod.comm.norms import finite, norm, norms, total
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
 
@@ -229,9 +229,7 @@ def size_of(collective: Collective) -> Tensor:
 
 def is_finite(collective: Collective, size: Tensor) -> bool:
     """Whether what the collective's tensors hold is finite, given its norm, which alone may overflow."""
-    if bool(torch.isfinite(size)):
-        return True
-    return all(bool(t.isfinite().all()) for b in range(len(collective.layout)) for t in collective.contents(b))
+    return finite([t for bucket in range(len(collective.layout)) for t in collective.contents(bucket)], size)
 
 
 @torch.no_grad()

@@ -13,6 +13,13 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
     return total(norms(tensors))
 
 
+def finite(tensors: Sequence[Tensor], size: Tensor | None = None) -> bool:
+    """Whether all of them are. Their norm, given or taken, tells without new memory, unless it overflows by itself."""
+    if bool(torch.isfinite(norm(tensors) if size is None else size)):
+        return True
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Norm of each, those of one dtype together: a call for each costs more than the arithmetic."""
     sizes: list[Tensor] = []
