@@ -1,0 +1,148 @@
+"""Equidistant levels up to the largest magnitude of a block: int8, int4 and, with a single level, TernGrad."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_cocod.compression.blocks import HUGE, TINY, BlockCodec, block_length
+from lightning_cocod.compression.rounding import ROUNDER, stochastic_
+from lightning_cocod.options import flag
+
+
+class Absmax(BlockCodec):
+    """C(x) = scale · round(x / scale), scale = max|x| / Q in a block.
+
+    Rounded to the nearest: |C(x) − x| ≤ scale / 2, and no value gets farther than 0 is, the largest not at all, so that this
+    is a contraction with δ ≥ 1/block.
+
+    Rounded up or down at random: unbiased, U(ω) with ω = (√(1 + (d − 1)/Q²) − 1)/2 in a block of d elements. Equality is
+    where one value is ±max|x| and all others are ±scale/(2 + 2ω).
+    """
+
+    Q: ClassVar[int]
+
+    @property
+    def bits(self) -> int:
+        """Those of a level from −Q to Q."""
+        return (2 * self.Q).bit_length()
+
+    @property
+    def omega(self) -> float:
+        """Of a whole block, where rounding is stochastic."""
+        return (math.sqrt(1 + (self.block - 1) / self.Q**2) - 1) / 2
+
+    @property
+    def contraction(self) -> bool:
+        """Rounded to the nearest: True. At random: where ω < 1."""
+        return not self.stochastic or self.omega < 1
+
+    @property
+    def shrink(self) -> float:
+        """What the decoded values are multiplied with."""
+        return 1.0
+
+    def _quantise(
+        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
+    ) -> None:
+        torch.amax(torch.abs(x, out=scratch), dim=1, keepdim=True, out=scales)
+        scales.div_(self.Q).clamp_(TINY, HUGE / self.Q)
+        if self.stochastic:
+            torch.mul(x, scales.reciprocal(), out=scratch).clamp_(-self.Q, self.Q)
+            levels.copy_(stochastic_(scratch, generator).view(-1))
+        else:
+            rounder = torch.full((), ROUNDER, device=x.device)
+            torch.addcmul(rounder, x, scales.reciprocal(), out=scratch)
+            levels.copy_(scratch.view(torch.int32).view(-1))  # the lowest byte of each
+        if self.shrink != 1:
+            scales *= self.shrink
+
+
+@dataclass(frozen=True)
+class Int8(Absmax):
+    """Levels from −127 to 127 times max|x|/127 of the block. 8 bits a value and 32 a block.
+
+    Args:
+        block: elements that share a scale, a multiple of 8.
+        stochastic: round up or down at random, unbiased, instead of to the nearest.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    name: ClassVar[str] = "int8"
+    Q: ClassVar[int] = 127
+    block: int = 1024
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        block_length(self.block)
+        flag("stochastic", self.stochastic)
+
+
+@dataclass(frozen=True)
+class Int4(Absmax):
+    """Levels from −7 to 7 times max|x|/7 of the block. 4 bits a value and 32 a block.
+
+    Args:
+        block: elements that share a scale, a multiple of 8.
+        stochastic: round up or down at random, unbiased, instead of to the nearest. A contraction up to block=392.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    name: ClassVar[str] = "int4"
+    Q: ClassVar[int] = 7
+    block: int = 256
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        block_length(self.block)
+        flag("stochastic", self.stochastic)
+
+
+@dataclass(frozen=True)
+class TernGrad(Absmax):
+    """C(x) = max|x| · sign(x) · Bernoulli(|x| / max|x|) in a block. 2 bits a value and 32 a block.
+
+    E‖C(x) − x‖² = ‖x‖∞‖x‖₁ − ‖x‖² ≤ ω‖x‖² in a block, ω = (√block − 1)/2; by default C(x) / (1 + ω), a contraction with
+    δ = 1/(1 + ω).
+
+    Source: Wen et al.: TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning, 2017.
+
+    Args:
+        block: elements that share a scale, a multiple of 8.
+        unbiased: C(x) itself, which error feedback cannot wrap.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    name: ClassVar[str] = "terngrad"
+    Q: ClassVar[int] = 1
+    block: int = 1024
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        block_length(self.block)
+        flag("unbiased", self.unbiased)
+
+    @property
+    def stochastic(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def contraction(self) -> bool:
+        """Unless it is unbiased with an ω of at least 1, from block=16 on."""
+        return not self.unbiased or self.omega < 1
+
+    @property
+    def shrink(self) -> float:
+        """1 or 1/(1 + ω)."""
+        return 1.0 if self.unbiased else 1 / (1 + self.omega)

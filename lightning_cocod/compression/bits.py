@@ -1,0 +1,106 @@
+"""Small whole numbers in a few bits each, one after the other from the lowest bit of the first byte on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_WORD = {1: torch.int64, 2: torch.int32, 4: torch.int16}  # bits of a number: as many numbers, a byte each, as fill a byte
+
+
+def packed(n: int, bits: int) -> int:
+    """Bytes of n numbers."""
+    return -(-n * bits // 8)
+
+
+def pack(levels: Tensor, bits: int, code: Tensor) -> None:
+    """The lowest ``bits`` bits of each number into the code.
+
+    Args:
+        levels: int8, n of them, in memory that begins a tensor of its own. Destroyed.
+        bits: 1 to 8.
+        code: uint8, ``packed(n, bits)`` of them.
+    """
+    if bits == 8:
+        code.copy_(levels.view(torch.uint8))
+        return
+    if odd := levels.numel() % (8 // bits if bits in _WORD else 8):
+        even = levels.numel() - odd
+        rest = torch.zeros(8, dtype=torch.int8, device=levels.device)
+        rest[:odd] = levels[even:]
+        whole = packed(even, bits)
+        last = torch.empty(bits, dtype=torch.uint8, device=code.device)
+        pack(rest, bits, last)
+        code[whole:] = last[: code.numel() - whole]
+        levels, code = levels[:even], code[:whole]
+    if bits in _WORD:
+        _multiply(levels, bits, code)
+    else:
+        _shift(levels, bits, code)
+
+
+def _multiply(levels: Tensor, bits: int, code: Tensor) -> None:
+    """One multiplication moves all numbers of a word into its highest byte: the i-th from bit 8i to 8(k − 1) + bits·i."""
+    words, k = levels.view(_WORD[bits]), 8 // bits
+    mask = sum(((1 << bits) - 1) << 8 * i for i in range(k))
+    factor = sum(1 << 8 * (k - 1) + bits * i - 8 * i for i in range(k))
+    words.bitwise_and_(mask).mul_(factor).bitwise_right_shift_(8 * (k - 1))
+    code.copy_(words)  # the lowest byte of each
+
+
+def _shift(levels: Tensor, bits: int, code: Tensor) -> None:
+    """Eight numbers at a time, whatever their bits."""
+    eight = levels.view(-1, 8).long().bitwise_and_((1 << bits) - 1)
+    eight <<= torch.arange(0, 8 * bits, bits, device=levels.device)
+    code.copy_(eight.sum(1).view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1))
+
+
+def unpack(code: Tensor, values: tuple[int, ...], levels: Tensor) -> Tensor:
+    """Numbers out of a code.
+
+    Args:
+        code: as ``pack`` has written it.
+        values: what each of the 2^bits codes stands for. ``signed(bits)``: what was packed.
+        levels: int8, in memory that begins a tensor of its own. Overwritten.
+
+    Returns:
+        The levels, or the code where it is the same.
+    """
+    bits = len(values).bit_length() - 1
+    if bits == 8:
+        return code.view(torch.int8)
+    if bits not in _WORD:
+        return levels.copy_(_unshift(code, bits, levels.numel(), torch.tensor(values, dtype=torch.int8, device=code.device)))
+    table, k = _table(values, code.device), 8 // bits
+    even = levels.numel() // k
+    torch.index_select(table, 0, code[:even].int(), out=levels[: even * k].view(_WORD[bits]))
+    if even < code.numel():
+        levels[even * k :] = table[code[even:].int()].view(torch.int8)[: levels.numel() - even * k]
+    return levels
+
+
+@cache
+def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """For each byte the word of the numbers in it."""
+    bits = len(values).bit_length() - 1
+    shifts = torch.arange(0, 8, bits)
+    codes = torch.arange(256)[:, None] >> shifts & (len(values) - 1)
+    return torch.tensor(values, dtype=torch.int8)[codes].view(_WORD[bits]).view(-1).to(device)
+
+
+def _unshift(code: Tensor, bits: int, n: int, values: Tensor) -> Tensor:
+    groups = -(-n // 8)
+    bytes_ = torch.zeros(groups * bits, dtype=torch.uint8, device=code.device)
+    bytes_[: code.numel()] = code
+    words = torch.zeros(groups, 8, dtype=torch.uint8, device=code.device)
+    words[:, :bits] = bytes_.view(groups, bits)
+    eight = words.view(torch.int64) >> torch.arange(0, 8 * bits, bits, device=code.device)
+    return values[(eight & ((1 << bits) - 1)).view(-1)[:n]]
+
+
+@cache
+def signed(bits: int) -> tuple[int, ...]:
+    """Codes in two's complement."""
+    return tuple(range(1 << bits - 1)) + tuple(range(-(1 << bits - 1), 0))
