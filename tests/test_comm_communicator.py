@@ -164,12 +164,6 @@ def test_one_process_without_a_group_has_nothing_to_start_and_nothing_to_close()
     assert threading.active_count() == before
 
 
-def test_a_promised_world_without_a_group_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        Communicator()
-
-
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"process_group_timeout": float("nan")}])
 def test_times_that_are_not_positive_are_refused(options):
     with pytest.raises(ValueError, match="positive number of seconds"):

@@ -17,11 +17,11 @@ from typing_extensions import Self
 
 from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.loop import StepHooks
-from lightning_cocod.algorithms.options import nonfinite, positive
+from lightning_cocod.algorithms.options import no_codec, nonfinite, positive
 from lightning_cocod.algorithms.repair import forget, restore, tell
 from lightning_cocod.algorithms.replica import Replica
 from lightning_cocod.algorithms.when import Rounds, When
-from lightning_cocod.comm import Communicator, Message, Subject
+from lightning_cocod.comm import Communicator, Message, Subject, promised_group_is_there
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.norms import finite
 
@@ -58,6 +58,7 @@ class Algorithm:
         on_nonfinite: what to do about a rank whose message holds NaN or infinity. "raise": NonFiniteMessage on all ranks.
             "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset;
             NonFiniteMessage only if no rank is finite.
+        compression: codec of the messages. None is the only one so far.
         communicator: to share; by default one is made, with the options that follow.
         timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
             this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
@@ -81,6 +82,7 @@ class Algorithm:
         when: When,
         weights: Sequence[float] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        compression: str | None = None,
         communicator: Communicator | None = None,
         timeout: float = 60.0,
         process_group_timeout: float = 1800.0,
@@ -92,6 +94,7 @@ class Algorithm:
             if isinstance(opt, torch.optim.LBFGS):
                 raise TypeError("LBFGS evaluates its closure several times a step; use SGD, Adam or another optimizer")
         self.skip_nonfinite = nonfinite(on_nonfinite)
+        no_codec(compression)
         self.when = when
         self.rounds = Rounds(when)
         self.t = 0
@@ -99,9 +102,10 @@ class Algorithm:
         self._trainable: set[nn.Parameter] = set()
         self.x = self._parameters()
         """The parameters, in the order in which they travel."""
-        self.comm = communicator or Communicator(
-            _device_of(self.x), timeout=timeout, process_group_timeout=process_group_timeout
-        )
+        if communicator is None:
+            promised_group_is_there()
+            communicator = Communicator(_device_of(self.x), timeout=timeout, process_group_timeout=process_group_timeout)
+        self.comm = communicator
         self.weights = _normalised(weights, self.comm.world_size)
         """w of the message in flight, and so of the next merge."""
         self._round_weights = self._next_weights = self._given_weights = self.weights

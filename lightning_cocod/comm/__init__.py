@@ -1,6 +1,6 @@
 """Moving tensors between workers. Knows no algorithm and no Lightning."""
 
-from lightning_cocod.comm.communicator import Communicator, seconds
+from lightning_cocod.comm.communicator import Communicator, promised_group_is_there, seconds
 from lightning_cocod.comm.errors import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
 from lightning_cocod.comm.message import Message, Subject
 
@@ -12,5 +12,6 @@ __all__ = [
     "NonFiniteMessage",
     "PeerLost",
     "Subject",
+    "promised_group_is_there",
     "seconds",
 ]

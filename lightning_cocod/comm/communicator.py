@@ -91,14 +91,9 @@ class Communicator:
         """Samples that this rank has trained on; the caller counts."""
         self.tracer = Tracer()
         """Told what both threads do. A message that is on its way keeps the one under which it was launched."""
-        self._distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self._distributed else 0
-        self.world_size = dist.get_world_size() if self._distributed else 1
-        if self.world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not self._distributed:
-            raise RuntimeError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group: "
-                "call torch.distributed.init_process_group() first"
-            )
+        distributed = _is_distributed()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
         self.lane: Lane = lane_for(self.device)
         self.agreement = Agreement(self.rank, self.world_size, check=self.check)
         self.grace = grace
@@ -456,6 +451,23 @@ class Communicator:
         self._loss.set()
         self._connections.cut()
         self._watchdog.alarm(reason)
+
+
+def promised_group_is_there() -> None:
+    """Raise where there are to be several workers and nothing connects them.
+
+    Raises:
+        RuntimeError: the launcher has promised them, and there is no process group.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _is_distributed():
+        raise RuntimeError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group: "
+            "call torch.distributed.init_process_group() first"
+        )
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _new_group(backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -27,8 +27,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cocod.algorithms import Algorithm
-from lightning_cocod.algorithms.options import nonfinite
+from lightning_cocod.algorithms import Algorithm, When
+from lightning_cocod.algorithms.options import nonfinite, positive
 from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.strategies import calendar, own_state, parts, refusals
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class AlgorithmStrategy(DDPStrategy):
     """Runs an algorithm of this package under a Lightning Trainer.
 
-    Subclasses make the algorithm in ``make_algorithm`` and do nothing else.
+    Subclasses say in their constructors what it ``runs``, and do nothing else.
 
     Args:
         on_nonfinite: "raise" ends the run where a rank's message holds NaN or infinity. "skip" goes on with the mean of the
@@ -107,9 +107,23 @@ class AlgorithmStrategy(DDPStrategy):
         self._training_random: dict[str, Any] | None = None  # while it is set aside
         self._replaced = Replaced()
 
-    @abstractmethod
-    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> Algorithm:
-        """The algorithm, with this strategy's options."""
+    def runs(
+        self,
+        algorithm: Callable[..., Algorithm],
+        period: int | Mapping[int, int] | When,
+        *,
+        weights: Sequence[float] | None = None,
+        **options: Any,
+    ) -> None:
+        """The algorithm, and the options with which every fit makes it. Made for a single number, it looks at them now.
+
+        Raises:
+            ValueError: an option out of range.
+        """
+        self._make = partial(algorithm, period=period, on_nonfinite=self._on_nonfinite, **options)
+        self._weights = positive(weights)  # how many there are to be is not known yet
+        x = torch.nn.ParameterList([torch.zeros(1)])
+        self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator())
 
     @property
     def algorithm(self) -> Algorithm:
@@ -205,7 +219,9 @@ class AlgorithmStrategy(DDPStrategy):
         communicator = self._communicator
         assert self.model is not None
         assert communicator is not None
-        algorithm = self._algorithm = self.make_algorithm(self.model, self.optimizers, communicator)
+        algorithm = self._algorithm = self._make(
+            self.model, self.optimizers, weights=self._weights, communicator=communicator
+        )
         refusals.scaled_warm_up(self.precision_plugin, algorithm)
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch.optim import Optimizer
-from typing_extensions import override
-
 from lightning_cocod.algorithms import CoCoD, When
-from lightning_cocod.algorithms.options import flag, no_codec, positive
-from lightning_cocod.algorithms.when import as_when
-from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -54,19 +47,11 @@ class CoCoDStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        no_codec(compression)
-        self._when = as_when(period, warmup_steps)
-        self._overlap = flag("overlap", overlap)
-        self._weights = positive(weights)
-
-    @override
-    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> CoCoD:
-        return CoCoD(
-            model,
-            optimizers,
-            self._when,
-            overlap=self._overlap,
-            weights=self._weights,
-            on_nonfinite=self._on_nonfinite,
-            communicator=communicator,
+        self.runs(
+            CoCoD,
+            period,
+            overlap=overlap,
+            warmup_steps=warmup_steps,
+            weights=weights,
+            compression=compression,
         )

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch.optim import Optimizer
-from typing_extensions import override
-
 from lightning_cocod.algorithms import DCS3GD, When
-from lightning_cocod.algorithms.compensation import Compensation
-from lightning_cocod.algorithms.options import choice, flag, no_codec, positive
-from lightning_cocod.algorithms.when import as_when
-from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -57,22 +48,15 @@ class DCS3GDStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        no_codec(compression)
-        self._when = as_when(period, warmup_steps)
-        Compensation(lambda_0, norm=norm, lambda_max=lambda_max)  # looks at its options now, not at the first fit
-        choice("weight_decay", weight_decay, ("after", "before"))
-        self._make = partial(DCS3GD, lambda_0=lambda_0, norm=norm, lambda_max=lambda_max, weight_decay=weight_decay)
-        self._overlap = flag("overlap", overlap)
-        self._weights = positive(weights)
-
-    @override
-    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> DCS3GD:
-        return self._make(
-            model,
-            optimizers,
-            self._when,
-            overlap=self._overlap,
-            weights=self._weights,
-            on_nonfinite=self._on_nonfinite,
-            communicator=communicator,
+        self.runs(
+            DCS3GD,
+            period,
+            lambda_0=lambda_0,
+            norm=norm,
+            lambda_max=lambda_max,
+            weight_decay=weight_decay,
+            overlap=overlap,
+            warmup_steps=warmup_steps,
+            weights=weights,
+            compression=compression,
         )

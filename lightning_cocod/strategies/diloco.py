@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch.optim import Optimizer
-from typing_extensions import override
-
 from lightning_cocod.algorithms import DiLoCo, When
-from lightning_cocod.algorithms.diloco import nesterov
-from lightning_cocod.algorithms.options import no_codec, positive
-from lightning_cocod.algorithms.when import as_when
-from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -50,19 +41,12 @@ class DiLoCoStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        no_codec(compression)
-        nesterov(outer_lr, outer_momentum)  # looks at its options now, not at the first fit
-        self._when = as_when(period, warmup_steps)
-        self._make = partial(DiLoCo, outer_lr=outer_lr, outer_momentum=outer_momentum)
-        self._weights = positive(weights)
-
-    @override
-    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> DiLoCo:
-        return self._make(
-            model,
-            optimizers,
-            self._when,
-            weights=self._weights,
-            on_nonfinite=self._on_nonfinite,
-            communicator=communicator,
+        self.runs(
+            DiLoCo,
+            period,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            warmup_steps=warmup_steps,
+            weights=weights,
+            compression=compression,
         )

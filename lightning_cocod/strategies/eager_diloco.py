@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch.optim import Optimizer
-from typing_extensions import override
-
 from lightning_cocod.algorithms import EagerDiLoCo, When
-from lightning_cocod.algorithms.diloco import nesterov
-from lightning_cocod.algorithms.options import flag, no_codec, positive
-from lightning_cocod.algorithms.outer import NO_SKIP
-from lightning_cocod.algorithms.when import as_when
-from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -53,22 +43,13 @@ class EagerDiLoCoStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        no_codec(compression)
-        if self._on_nonfinite == "skip":
-            raise ValueError(NO_SKIP)
-        nesterov(outer_lr, outer_momentum)  # looks at its options now, not at the first fit
-        self._when = as_when(period, warmup_steps)
-        overlap = flag("overlap", overlap)
-        self._make = partial(EagerDiLoCo, outer_lr=outer_lr, outer_momentum=outer_momentum, overlap=overlap)
-        self._weights = positive(weights)
-
-    @override
-    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> EagerDiLoCo:
-        return self._make(
-            model,
-            optimizers,
-            self._when,
-            weights=self._weights,
-            on_nonfinite=self._on_nonfinite,
-            communicator=communicator,
+        self.runs(
+            EagerDiLoCo,
+            period,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            overlap=overlap,
+            warmup_steps=warmup_steps,
+            weights=weights,
+            compression=compression,
         )

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch.optim import Optimizer
-from typing_extensions import override
-
 from lightning_cocod.algorithms import OverlapLocalSGD, When
-from lightning_cocod.algorithms.options import flag, no_codec, positive
-from lightning_cocod.algorithms.when import as_when
-from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -51,22 +43,13 @@ class OverlapLocalSGDStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        no_codec(compression)
-        self._when = as_when(period, warmup_steps)
-        OverlapLocalSGD.check(pull, anchor_momentum)
-        overlap = flag("overlap", overlap)
-        self._make = partial(OverlapLocalSGD, pull=pull, anchor_momentum=anchor_momentum, overlap=overlap)
-        self._weights = positive(weights)
-
-    @override
-    def make_algorithm(
-        self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator
-    ) -> OverlapLocalSGD:
-        return self._make(
-            model,
-            optimizers,
-            self._when,
-            weights=self._weights,
-            on_nonfinite=self._on_nonfinite,
-            communicator=communicator,
+        self.runs(
+            OverlapLocalSGD,
+            period,
+            pull=pull,
+            anchor_momentum=anchor_momentum,
+            overlap=overlap,
+            warmup_steps=warmup_steps,
+            weights=weights,
+            compression=compression,
         )

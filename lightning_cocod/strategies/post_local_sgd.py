@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch.optim import Optimizer
-from typing_extensions import override
-
 from lightning_cocod.algorithms import PostLocalSGD, When
-from lightning_cocod.algorithms.options import no_codec, positive, whole
-from lightning_cocod.algorithms.when import as_when
-from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -44,21 +37,10 @@ class PostLocalSGDStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        no_codec(compression)
-        self._warmup_steps = whole("warmup_steps", warmup_steps, least=1)
-        self._when = as_when(period)
-        self._weights = positive(weights)
-
-    @override
-    def make_algorithm(
-        self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator
-    ) -> PostLocalSGD:
-        return PostLocalSGD(
-            model,
-            optimizers,
-            self._when,
-            warmup_steps=self._warmup_steps,
-            weights=self._weights,
-            on_nonfinite=self._on_nonfinite,
-            communicator=communicator,
+        self.runs(
+            PostLocalSGD,
+            period,
+            warmup_steps=warmup_steps,
+            weights=weights,
+            compression=compression,
         )

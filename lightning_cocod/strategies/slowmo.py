@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch.optim import Optimizer
-from typing_extensions import override
-
 from lightning_cocod.algorithms import SlowMo, When
-from lightning_cocod.algorithms.options import below_one, no_codec, nonnegative, positive
-from lightning_cocod.algorithms.when import as_when
-from lightning_cocod.comm import Communicator
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -49,19 +41,12 @@ class SlowMoStrategy(AlgorithmStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        no_codec(compression)
-        self._when = as_when(period, warmup_steps)
-        slow_lr, slow_momentum = nonnegative("slow_lr", slow_lr), below_one("slow_momentum", slow_momentum)
-        self._make = partial(SlowMo, slow_lr=slow_lr, slow_momentum=slow_momentum)
-        self._weights = positive(weights)
-
-    @override
-    def make_algorithm(self, model: torch.nn.Module, optimizers: list[Optimizer], communicator: Communicator) -> SlowMo:
-        return self._make(
-            model,
-            optimizers,
-            self._when,
-            weights=self._weights,
-            on_nonfinite=self._on_nonfinite,
-            communicator=communicator,
+        self.runs(
+            SlowMo,
+            period,
+            slow_lr=slow_lr,
+            slow_momentum=slow_momentum,
+            warmup_steps=warmup_steps,
+            weights=weights,
+            compression=compression,
         )
