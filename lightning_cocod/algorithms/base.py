@@ -17,13 +17,15 @@ from typing_extensions import Self
 
 from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.loop import StepHooks
-from lightning_cocod.algorithms.options import no_codec, nonfinite, positive
+from lightning_cocod.algorithms.options import nonfinite, positive
 from lightning_cocod.algorithms.repair import forget, restore, tell
 from lightning_cocod.algorithms.replica import Replica
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Message, Subject, promised_group_is_there
+from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.norms import finite
+from lightning_cocod.compression import Codec, as_codec
 
 T = TypeVar("T")
 
@@ -58,7 +60,7 @@ class Algorithm:
         on_nonfinite: what to do about a rank whose message holds NaN or infinity. "raise": NonFiniteMessage on all ranks.
             "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset;
             NonFiniteMessage only if no rank is finite.
-        compression: codec of the messages. None is the only one so far.
+        compression: codec of the rounds' messages, or its name (docs/compression.md).
         communicator: to share; by default one is made, with the options that follow.
         timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
             this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
@@ -82,7 +84,7 @@ class Algorithm:
         when: When,
         weights: Sequence[float] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
-        compression: str | None = None,
+        compression: str | Codec | None = None,
         communicator: Communicator | None = None,
         timeout: float = 60.0,
         process_group_timeout: float = 1800.0,
@@ -94,7 +96,8 @@ class Algorithm:
             if isinstance(opt, torch.optim.LBFGS):
                 raise TypeError("LBFGS evaluates its closure several times a step; use SGD, Adam or another optimizer")
         self.skip_nonfinite = nonfinite(on_nonfinite)
-        no_codec(compression)
+        codec = as_codec(compression)
+        self.compression = None if codec is None else Compression(codec)
         self.when = when
         self.rounds = Rounds(when)
         self.t = 0
@@ -111,6 +114,8 @@ class Algorithm:
         self._round_weights = self._next_weights = self._given_weights = self.weights
         self.left_out: tuple[int, ...] = ()
         """Ranks whose replica the pending correction replaces; known once it has been drained."""
+        self.apart = False
+        """Whether the workers may differ: they have made steps since they were given the same weights."""
         self._hooks: StepHooks | None = None
         self._started = False
         self._merged: Message | None = None  # the last one, for the metrics
@@ -126,7 +131,7 @@ class Algorithm:
             broadcast: False where the loop has already seen to it that all workers have the weights they should have.
         """
         self.comm.start()
-        self._started = True
+        self._started, self.apart = True, False
         self._begun = self.reading()
         if broadcast and self.comm.world_size > 1:
             state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
@@ -187,7 +192,7 @@ class Algorithm:
         """
         if self.replica.is_aside:
             raise RuntimeError("no optimizer step inside consensus(): leaving it would undo the step")
-        self.t += 1
+        self.t, self.apart = self.t + 1, True
 
     def finish(self) -> None:
         """Drain. Every replica, buffers included, ends on the consensus model; training goes on only after ``start``."""
@@ -268,6 +273,7 @@ class Algorithm:
         self.weights, self._round_weights, self._next_weights = (list(w) for w in state["weights"])
         if list(self._given_weights) != state["given_weights"]:
             self._next_weights = self._given_weights
+        self.apart = True
         members = self._members()
         self.x = [members[number] for number in state["x"]]
         self._trainable = {members[number] for number in state["trainable"]}

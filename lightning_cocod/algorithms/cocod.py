@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.options import flag
+from lightning_cocod.algorithms.shared_base import SharedBase
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
@@ -32,6 +33,9 @@ class CoCoD(Algorithm):
     parameters travel; BatchNorm's running statistics stay local until evaluation. Follows the authors' supplement. Memory
     beyond the parameters: one copy of them (S, which becomes its own correction A − S in place) and two buckets.
 
+    With ``compression`` the workers send codes of how far they are from a base that they share (see ``SharedBase``): one more
+    copy of the parameters.
+
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
@@ -39,7 +43,7 @@ class CoCoD(Algorithm):
         weights: w of every rank, in any scale; the mini-batch sizes in the paper. Equal by default.
         warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
         overlap: False waits for A where it is launched: the same trajectory bit for bit, nothing hidden.
-        **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+        **shared: ``compression``, ``on_nonfinite``, ``communicator``, … (see ``Algorithm``).
 
     Raises:
         ValueError: an option out of range.
@@ -72,13 +76,15 @@ class CoCoD(Algorithm):
         self.overlap = flag("overlap", overlap)
         self.S: Buffer | None = None
         self.A: Message | None = None
+        self.base = None if self.compression is None else SharedBase(self.comm, self.compression)
         self._staleness = 0
         self._taken: tuple[list[nn.Parameter], Tensor | None] = [], None  # what S is a snapshot of already, and its norm
 
     def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0, then the first launch."""
         super().start(broadcast=broadcast)
-        self.S, self.A, self.left_out, self.rounds.ends = None, None, (), None
+        self._forget()
+        self.rounds.ends = None
         self._at_boundary()
 
     def after_step(self) -> None:
@@ -89,7 +95,12 @@ class CoCoD(Algorithm):
     def finish(self) -> None:
         """Every replica becomes Σ_j w_j (x_j + c_j)."""
         super().finish()
+        self._forget()
+
+    def _forget(self) -> None:
         self.S, self.A, self.left_out = None, None, ()
+        if self.base is not None:
+            self.base.forget()
 
     def _at_boundary(self) -> None:
         if self.comm.world_size > 1 and self.rounds.begin(self.t):
@@ -114,13 +125,19 @@ class CoCoD(Algorithm):
     def _launch(self) -> None:
         """S ← x ; A ← async Σ_j w_j S_j."""
         self.begin_round()
+        if self.base is not None:
+            self.repair(self.base.take_in(self.x, self.w, self.subject("new parameters") if self.apart else None))
         layout = self.comm.layout(self.x)
         if self.S is None or self.S.layout is not layout:
             self.S, self._taken = layout.buffer(), ([], None)
         (taken, size), self._taken = self._taken, ([], None)
         if list(map(id, taken)) != list(map(id, self.x)):
             size = self.S.take(self.x)
-        self.A, self.left_out = self.comm.correction_(self.S, self.w, self.subject("round"), size=size), ()
+        subject, self.left_out = self.subject("round"), ()
+        if self.base is None:
+            self.A = self.comm.correction_(self.S, self.w, subject, size=size)
+        else:
+            self.A = self.base.correction_(self.S, subject, size=size)
         if not self.overlap:
             self.A.wait()
 
@@ -137,7 +154,8 @@ class CoCoD(Algorithm):
         """Adds the correction A - S of the round in flight: drained, not folded."""
         self._pending_correction()
         correction = None if self.S is None else [bucket.clone() for bucket in self.S.buckets]
-        return {**super().state_dict(), "correction": correction, "left_out": list(self.left_out)}
+        θ = None if self.base is None else self.base.state_dict()
+        return {**super().state_dict(), "correction": correction, "left_out": list(self.left_out), "theta": θ}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the correction that was in flight; it is folded at the step at which it would have been."""
@@ -149,6 +167,8 @@ class CoCoD(Algorithm):
         elif self.S is None or self.S.layout is not layout:
             self.S = layout.buffer()
         self.A, self.left_out = None, tuple(state["left_out"])
+        if self.base is not None:
+            self.base.load_state_dict(state["theta"], self.x)
         if self.S is not None:
             for bucket, value in zip(self.S.buckets, state["correction"], strict=True):
                 bucket.copy_(value)

@@ -136,9 +136,15 @@ class Layout:
         """Of the tensors whose pieces lie in a bucket, piece by piece."""
         return [p.index for p in self._pieces[bucket]]
 
-    def buffer(self) -> Buffer:
-        """New, uninitialised buckets for a copy of all the tensors."""
-        return Buffer(self, [torch.empty(n, dtype=k[0], device=k[1]) for n, k in self._each()])
+    def sizes(self) -> list[int]:
+        """Real numbers in each bucket: a complex one is two."""
+        return [n * (2 if kind[0].is_complex else 1) for n, kind in self._each()]
+
+    def buffer(self, *, summed: bool = False) -> Buffer:
+        """New, uninitialised buckets for a copy of all the tensors, or for ``summed`` values."""
+        return Buffer(
+            self, [torch.empty(n, dtype=summed_in(k[0]) if summed else k[0], device=k[1]) for n, k in self._each()]
+        )
 
     def scratch(self, bucket: int, memory: dict[tuple[torch.dtype, torch.device], Tensor], *, summed: bool) -> Tensor:
         """One bucket's worth of reusable memory, for its ``summed`` values or for its bytes, out of a pool that grows to the
@@ -202,9 +208,9 @@ class Buffer:
             torch._foreach_copy_(views, pieces)
 
     @torch.no_grad()
-    def copy_to(self, tensors: Sequence[Tensor]) -> None:
-        """tensors ← buffer."""
-        for _, views, pieces in self._spans(tensors):
+    def copy_to(self, tensors: Sequence[Tensor], *, keep: bool = True) -> None:
+        """tensors ← buffer. Views and memory are kept as in ``copy_``."""
+        for _, views, pieces in self._spans(tensors, keep):
             torch._foreach_copy_(pieces, views)
 
     @torch.no_grad()

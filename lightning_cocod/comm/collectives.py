@@ -8,9 +8,10 @@ is rounded once; they travel as float32 too, since the transport adds in the dty
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,38 +36,67 @@ def new_scratch() -> Scratch:
     return [{} for _ in range(IN_FLIGHT)]
 
 
-class Collective(Protocol):
+class Collective(ABC):
     """One operation on all buckets of a layout.
 
     Attributes:
+        layout: of what travels.
+        weight: of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives.
         sums: whether values are added up, and so travel in the dtype in which that is done.
     """
 
     layout: Layout
     weight: float
-    """Of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives."""
-    sums: ClassVar[bool]
+    sums: ClassVar[bool] = True
 
+    @property
+    def fingerprint(self) -> int:
+        """What all workers must have alike."""
+        return self.layout.fingerprint
+
+    @property
+    def nbytes(self) -> int:
+        """Size of this worker's part."""
+        return self.layout.nbytes
+
+    def weigh(self, rank: int, weights: Sequence[float]) -> None:
+        """Take other weights than those it was made with: some workers are left out."""
+        self.weight = weights[rank]
+
+    @abstractmethod
     def contents(self, bucket: int) -> list[Tensor]:
         """What this worker puts into the message, as it lies in memory; looked at for NaN and infinity."""
 
+    @abstractmethod
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """Write this worker's part."""
 
-    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    @abstractmethod
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Hand the bucket to the transport."""
 
+    def proceed(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+        """What the transport does next with a bucket that has come back; None where it is the result."""
+        return None
+
+    @abstractmethod
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
 
+    @abstractmethod
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Bytes that this worker sends and receives."""
 
+    def uncompressed(self, rank: int, world_size: int) -> int:
+        """Bytes that it would send without a codec."""
+        return self.traffic(rank, world_size)[0]
+
     def distance(self) -> Tensor | None:
         """Norm of the difference between the result and what this worker put in, if that is measured."""
+        return None
 
 
-class _InPlace:
+class _InPlace(Collective):
     """Reads and writes a list of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout) -> None:
@@ -87,15 +117,9 @@ class _InPlace:
         pieces = self._pieces[bucket]
         torch._foreach_copy_(pieces, self.layout.cut(bucket, scratch, pieces))
 
-    def distance(self) -> Tensor | None:
-        """Not measured."""
-        return None
-
 
 class Mean(_InPlace):
     """x ← Σ_j w_j x_j."""
-
-    sums: ClassVar[bool] = True
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
         super().__init__(tensors, layout)
@@ -107,9 +131,10 @@ class Mean(_InPlace):
         super().fill(bucket, scratch)
         scratch.mul_(self.weight)
 
-    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
-        return _all_reduce(scratch, group)
+        with transport:
+            return _all_reduce(scratch, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Copy the pieces out, having looked at how far they move."""
@@ -121,7 +146,7 @@ class Mean(_InPlace):
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
-        return _ring(self.layout.summed_nbytes, world_size)
+        return ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
@@ -139,10 +164,11 @@ class Broadcast(_InPlace):
 
     sums: ClassVar[bool] = False
 
-    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """The source sends, the others receive."""
         as_bytes = scratch.view(torch.uint8)  # the transport does not know every dtype
-        work = dist.broadcast(as_bytes, group_src=self._source, group=group, async_op=True)
+        with transport:
+            work = dist.broadcast(as_bytes, group_src=self._source, group=group, async_op=True)
         assert work is not None
         return work
 
@@ -157,14 +183,12 @@ class Broadcast(_InPlace):
         return ((world_size - 1) * nbytes, 0) if rank == self._source else (0, nbytes)
 
 
-class Correction:
+class Correction(Collective):
     """S ← Σ_j w_j S_j - a S: the snapshot becomes its own correction. One that is left out becomes the mean itself.
 
     In half precision the difference is taken in float32 and only then rounded: its error is relative to the correction,
     which is small where workers agree, and not to the mean.
     """
-
-    sums: ClassVar[bool] = True
 
     def __init__(self, snapshot: Buffer, weight: float, own: float = 1.0) -> None:
         self.layout = snapshot.layout
@@ -183,9 +207,10 @@ class Correction:
         else:  # the product, too, in the dtype of the sum
             scratch.copy_(self._snapshot[bucket]).mul_(self.weight)
 
-    def launch(self, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers."""
-        return _all_reduce(scratch, group)
+        with transport:
+            return _all_reduce(scratch, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """S_i ← mean - a S_i; the size of mean - S_i is taken while it is in the cache. Without an S_i, S_i ← mean."""
@@ -205,14 +230,15 @@ class Correction:
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""
-        return _ring(self.layout.summed_nbytes, world_size)
+        return ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖mean - S‖."""
         return total(self._distances)
 
 
-def _ring(nbytes: int, world_size: int) -> tuple[int, int]:
+def ring(nbytes: int, world_size: int) -> tuple[int, int]:
+    """Bytes that each worker sends and receives where so many are reduced, or gathered, in a ring."""
     moved = 2 * nbytes * (world_size - 1) // world_size
     return moved, moved
 
@@ -242,10 +268,14 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
         with tracer.span("reduce"):
             finish(work, group, over)
         with tracer.span("decode"):
-            collective.drain(bucket, memory)
+            following = collective.proceed(bucket, memory, group)
+            if following is None:
+                collective.drain(bucket, memory)
+            else:
+                at_work.append((bucket, memory, following))
 
     for bucket in range(len(collective.layout)):
-        if len(at_work) == IN_FLIGHT:
+        while len(at_work) == IN_FLIGHT:
             finish_oldest()
         memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT], summed=collective.sums)
         with tracer.span("encode"):
@@ -253,7 +283,6 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
                 collective.fill(bucket, memory)
             else:
                 memory.zero_()  # not 0·x: that is NaN where x is
-        with transport:
-            at_work.append((bucket, memory, collective.launch(memory, group)))
+            at_work.append((bucket, memory, collective.launch(bucket, memory, group)))
     while at_work:
         finish_oldest()

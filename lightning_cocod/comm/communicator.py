@@ -20,6 +20,7 @@ from lightning_cocod.comm import collectives
 from lightning_cocod.comm.agreement import Agreement
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Broadcast, Collective, Correction, Mean
+from lightning_cocod.comm.compressed import Compression, FromBase, FromZero
 from lightning_cocod.comm.errors import (
     CommunicationError,
     GivenUp,
@@ -256,6 +257,34 @@ class Communicator:
         """
         return self._submit(subject, Correction(snapshot, weight, own), size=size, relative_to=relative_to)
 
+    def compressed_correction_(
+        self, snapshot: Buffer, base: Buffer, how: Compression, subject: Subject, *, size: Tensor | None = None
+    ) -> Message:
+        """S ← m - c and θ ← θ + m in place, with c = C(S - θ) and m = C(Σ_j w_j c_j), w as in the subject.
+
+        The base θ, in float32 at least, is and stays the same on all workers. Its numbers are the size, ‖S‖ before, and the
+        distance, ‖θ - S‖ with the new θ. Where this worker is left out, S ← θ. ``size`` is ‖S‖ where it is known.
+        """
+        return self._submit(subject, FromBase(snapshot, base, how, subject.weights, self.rank, subject.step), size=size)
+
+    def compressed_mean_(
+        self,
+        parts: Buffer,
+        residual: Sequence[Tensor],
+        how: Compression,
+        subject: Subject,
+        *,
+        own: float = 0.0,
+        relative_to: Tensor | None = None,
+    ) -> Message:
+        """D ← m - a c and R ← D - c in place, with c = C(D), m = C(Σ_j w_j c_j), w as in the subject, and a = ``own``.
+
+        Its numbers are the size, ‖D‖ before unless it is given as ``relative_to``, and the distance, ‖m - D‖. Where this worker
+        is left out, D ← m and R ← 0.
+        """
+        mean = FromZero(parts, residual, how, subject.weights, self.rank, subject.step, own)
+        return self._submit(subject, mean, relative_to=relative_to)
+
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
         """x ← x of the source, in place, on the ranks that want it."""
         return self._submit(subject, Broadcast(tensors, self.layout(tensors), source, wanted=wanted), fit=True)
@@ -344,7 +373,7 @@ class Communicator:
         report, departed = Report(), self.lane.mark()
 
         def work() -> None:
-            with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.layout.nbytes):
+            with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.nbytes):
                 self.lane.follow(departed)
                 self._carry_out(subject, collective, report, fit, size, relative_to, tracer)
 
@@ -382,7 +411,6 @@ class Communicator:
         relative_to: Tensor | None,
         tracer: Tracer,
     ) -> None:
-        layout = collective.layout
         if fit is None:
             with tracer.span("look"):
                 size = collectives.size_of(collective) if size is None else size
@@ -391,8 +419,8 @@ class Communicator:
             subject.algorithm,
             subject.kind,
             subject.step,
-            layout.fingerprint,
-            layout.nbytes,
+            collective.fingerprint,
+            collective.nbytes,
             subject.weights_digest,
             0 if fit else NONFINITE,
             self.samples,
@@ -403,7 +431,7 @@ class Communicator:
         self._samples_heard = [h.samples for h in headers]
         report.left_out = unfit(headers, skip=subject.skip)
         if report.left_out:
-            collective.weight = subject.weight(self.rank, report.left_out)
+            collective.weigh(self.rank, [subject.weight(rank, report.left_out) for rank in range(self.world_size)])
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         with tracer.span("transfer", message=str(subject)):
@@ -417,7 +445,8 @@ class Communicator:
         report.numbers = numbers
         announced = size_of(self.world_size)
         sent, received = (announced + moved for moved in collective.traffic(self.rank, self.world_size))
-        self.ledger.add(sent=sent, received=received, raw=sent, messages=1)
+        raw = announced + collective.uncompressed(self.rank, self.world_size)
+        self.ledger.add(sent=sent, received=received, raw=raw, messages=1)
         if subject.counted:
             self.ledger.add_when_known("busy", lambda: self.lane.seconds(begun, arrived))
 
