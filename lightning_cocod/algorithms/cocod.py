@@ -33,8 +33,8 @@ class CoCoD(Algorithm):
     parameters travel; BatchNorm's running statistics stay local until evaluation. Follows the authors' supplement. Memory
     beyond the parameters: one copy of them (S, which becomes its own correction A − S in place) and two buckets.
 
-    With ``compression`` the workers send codes of how far they are from a base that they share (see ``SharedBase``): one more
-    copy of the parameters.
+    With ``compression`` the workers send codes of how far they are from a base that they share (see ``SharedBase``): one
+    more copy of the parameters.
 
     Args:
         model: the module that is trained.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_cocod.options import below_one, choice, flag, nonnegative, share, whole
 
-__all__ = ["below_one", "choice", "flag", "no_codec", "nonfinite", "nonnegative", "positive", "share", "whole"]
+__all__ = ["below_one", "choice", "flag", "nonfinite", "nonnegative", "positive", "share", "whole"]
 
 
 def nonfinite(value: object) -> bool:
@@ -38,13 +38,3 @@ def positive(weights: Sequence[float] | None, world_size: int | None = None) -> 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def no_codec(compression: str | None) -> None:
-    """Refuse what cannot be honoured yet.
-
-    Raises:
-        ValueError: any codec.
-    """
-    if compression is not None:
-        raise ValueError(f"compression={compression!r}: there is no such codec; leave compression out")

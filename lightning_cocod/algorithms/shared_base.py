@@ -16,7 +16,7 @@ from lightning_cocod.comm.compressed import Compression
 class SharedBase:
     r"""θ, from which the workers tell how far they are.
 
-    Updates can be compressed, models cannot: so worker i sends a code c_i of x_i - θ, and all add the mean of the codes to θ.
+    Updates can be compressed, models cannot: worker i sends a code c_i of x_i - θ, and all add the mean of the codes to θ.
     With A the mean, as it was decoded, and all else as without compression::
 
         p_i ← x_i - θ ;  c_i ← C(p_i) ;  A ← async C(Σ_j w_j c_j)

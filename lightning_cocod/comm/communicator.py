@@ -279,8 +279,8 @@ class Communicator:
     ) -> Message:
         """D ← m - a c and R ← D - c in place, with c = C(D), m = C(Σ_j w_j c_j), w as in the subject, and a = ``own``.
 
-        Its numbers are the size, ‖D‖ before unless it is given as ``relative_to``, and the distance, ‖m - D‖. Where this worker
-        is left out, D ← m and R ← 0.
+        Its numbers are the size, ‖D‖ before unless it is given as ``relative_to``, and the distance, ‖m - D‖. Where this
+        worker is left out, D ← m and R ← 0.
         """
         mean = FromZero(parts, residual, how, subject.weights, self.rank, subject.step, own)
         return self._submit(subject, mean, relative_to=relative_to)

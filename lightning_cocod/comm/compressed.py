@@ -1,10 +1,10 @@
 """Means of compressed parts: every worker sends a code of its part, and all decode the same mean.
 
-Codes cannot be added up on their way. So worker j owns the j-th shard of every bucket: all send it their codes of that shard,
-it takes the mean, encodes that, and sends the code to all. Like an all-reduce, each worker sends 2 (N - 1) / N codes of a
-bucket. What the encoding of the mean drops, the owner counts as not sent by itself: it divides it by its weight and keeps it
-with what its own code has dropped. The weighted sum of what the workers believe to have sent is then the mean to the last
-bit that a code holds, and no worker needs memory for the mean's errors.
+Codes cannot be added up on their way. So worker j owns the j-th shard of every bucket: all send it their codes of that
+shard, it takes the mean, encodes that, and sends the code to all. Each worker sends 2 (N - 1) / N codes of a bucket, as many
+as values in an all-reduce. What the encoding of the mean drops, the owner counts as not sent by itself: it divides it by its
+weight and keeps it with what its own code has dropped. So the weighted sum of what the workers count as sent is the mean
+that all have decoded, to rounding, and nobody needs memory for the mean's errors.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class CompressedMean(Collective):
 class FromBase(CompressedMean):
     """S ← m - c and θ ← θ + m, where p = S - θ.
 
-    θ is the same on all workers bit for bit. S is this worker's model: what the codec drops stays in S - θ, and is part of the
-    next p. A worker that is left out gets S ← θ.
+    θ is the same on all workers bit for bit. S is this worker's model: what the codec drops stays in S - θ, and is part of
+    the next p. A worker that is left out gets S ← θ.
     """
 
     def __init__(
