@@ -111,8 +111,9 @@ class CompressedMean(Collective):
     @property
     def fingerprint(self) -> int:
         """The layout's and the codec's."""
-        codec = hashlib.sha256(repr(self._how.codec).encode()).digest()
-        return self.layout.fingerprint ^ int.from_bytes(codec[:7], "big")
+        name_and_options = repr((self._how.codec.name, sorted(vars(self._how.codec).items())))
+        digest = hashlib.sha256(name_and_options.encode()).digest()
+        return self.layout.fingerprint ^ int.from_bytes(digest[:7], "big")
 
     @property
     def nbytes(self) -> int:
