@@ -24,7 +24,7 @@ from test_cocod import (
 )
 from torch import nn
 
-from lightning_cocod import DCS3GD, CoCoD, LocalSGD, MessageMismatch
+from lightning_cocod import DCS3GD, CoCoD, LocalSGD, MessageMismatch, OverlapLocalSGD
 from lightning_cocod.comm import compressed
 from lightning_cocod.compression import Codec
 
@@ -102,18 +102,13 @@ def shared(values, n):
 def reference(n, k, w, *, blocking=False, momentum=0.0, weight_decay=0.0, keeps=True):
     """x_i(t) and θ(t), t = 0 … STEPS. Without `keeps` the owner of a shard forgets what its second code has dropped."""
     x, v, θ = np.tile(X0, (n, 1)), np.zeros((n, len(X0))), X0
-    flight, path, base, size = None, [], [], -(-len(X0) // n)
+    flight, path, base = None, [], []
     for t in range(STEPS + 1):
         if t > 0 and t % k == 0 and flight is not None:
             x, θ = x + flight[0] - flight[1], θ + flight[0]
             flight = None
         if t % k == 0:
-            c = np.stack([shared(x_i - θ, n) for x_i in x])
-            mean = w @ c
-            A = shared(mean, n)
-            for j in range(n) if keeps else ():
-                own = slice(j * size, (j + 1) * size)
-                c[j, own] -= (mean[own] - A[own]) / w[j]
+            c, A = encoded(x - θ, w, keeps)
             if blocking:
                 x, θ = x + A - c, θ + A
             else:
@@ -123,6 +118,35 @@ def reference(n, k, w, *, blocking=False, momentum=0.0, weight_decay=0.0, keeps=
         v = momentum * v + gradients(x, *problems(n)) + weight_decay * x
         x = x - LR * v
     return np.stack(path), np.stack(base)
+
+
+def encoded(p, w, keeps=True):
+    """c of all workers, whose parts are p, and the mean that they decode."""
+    n, size = len(w), -(-len(X0) // len(w))
+    c = np.stack([shared(p_i, n) for p_i in p])
+    mean = w @ c
+    A = shared(mean, n)
+    for j in range(n) if keeps else ():
+        own = slice(j * size, (j + 1) * size)
+        c[j, own] -= (mean[own] - A[own]) / w[j]
+    return c, A
+
+
+def anchored(n, k, w, *, momentum=0.0, weight_decay=0.0, feeds=True, α=0.6, β=0.7):
+    """x_i(t) of Overlap-Local-SGD. Without `feeds` there is no error feedback."""
+    x, v = np.tile(X0, (n, 1)), np.zeros((n, len(X0)))
+    z, u, e, A, path = X0, 0 * x, 0 * x, 0 * X0, []
+    for t in range(STEPS + 1):
+        if t > 0 and t % k == 0:
+            z = z + A
+            x = (1 - α) * x + α * z
+            u = β * u + (x - z)
+            c, A = encoded(u + e, w)
+            e = u + e - c if feeds else e
+        path.append(x)
+        v = momentum * v + gradients(x, *problems(n)) + weight_decay * x
+        x = x - LR * v
+    return np.stack(path)
 
 
 BOTH = {"unequal": True, "sgd": HEAVY}
@@ -143,6 +167,12 @@ CONFIGURATIONS = {
     "local resumed": {"algorithm": LocalSGD, "period": 3, **BOTH, "compression": Coarse(), "resume_at": 8},
     "local whole": {"algorithm": LocalSGD, "period": 3, **BOTH, "compression": Whole()},
     "local without": {"algorithm": LocalSGD, "period": 3, **BOTH},
+    "anchored": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH, "compression": Coarse()},
+    "anchored waiting": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH, "compression": Coarse(), "overlap": False},
+    "anchored resumed": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH, "compression": Coarse(), "resume_at": 8},
+    "anchored evaluated": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH, "compression": Coarse(), "evaluate": (3, 7)},
+    "anchored whole": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH, "compression": Whole()},
+    "anchored without": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH},
     "compensated": {"algorithm": DCS3GD, "period": 1, **BOTH, "compression": Whole()},
     "compensated without": {"algorithm": DCS3GD, "period": 1, **BOTH},
 }
@@ -171,8 +201,15 @@ def test_the_path_is_that_of_the_equations(n, name):
     assert distance(forgetful, x) > 1e-3
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_path_of_an_anchor_is_that_of_the_equations_with_error_feedback(n):
+    x = anchored(n, 3, weights(n, "anchored"), **HEAVY)
+    assert distance(positions(paths(n)["anchored"]), x) < 1e-6
+    assert distance(anchored(n, 3, weights(n, "anchored"), **HEAVY, feeds=False), x) > 1e-3
+
+
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("name", ["whole", "warm-up", "local whole", "compensated"])
+@pytest.mark.parametrize("name", ["whole", "warm-up", "local whole", "anchored whole", "compensated"])
 def test_a_codec_that_drops_nothing_changes_nothing(n, name):
     without = {"whole": "without", "warm-up": "warm-up without"}.get(name, name.replace("whole", "without"))
     without = "compensated without" if name == "compensated" else without
@@ -225,6 +262,9 @@ def test_it_would_not_if_the_owner_of_a_shard_forgot_what_it_dropped(n):
         ("noisy again", "noisy"),
         ("noisy resumed", "noisy"),
         ("local resumed", "local"),
+        ("anchored waiting", "anchored"),
+        ("anchored resumed", "anchored"),
+        ("anchored evaluated", "anchored"),
     ],
 )
 def test_waiting_resuming_and_evaluating_change_no_bit(n, name, other):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.options import below_one, flag, share
 from lightning_cocod.algorithms.outer import warn_of_lost_steps
+from lightning_cocod.algorithms.residuals import Residuals
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
@@ -37,6 +38,9 @@ class OverlapLocalSGD(Algorithm):
 
     The consensus model is the anchor, the one in flight included: the local steps since are not in it. The optimizer's state
     stays local. Memory beyond the parameters: two copies of them, z and u_i.
+
+    With ``compression`` the workers send codes of u_j, with error feedback (see ``Residuals``), and z moves by their mean:
+    two more copies of the parameters.
 
     Args:
         model: the module that is trained.
@@ -71,6 +75,7 @@ class OverlapLocalSGD(Algorithm):
         super().__init__(model, optimizer, when=as_when(period, warmup_steps), weights=weights, **shared)
         self.α, self.β = self.check(pull, anchor_momentum)
         self.overlap = flag("overlap", overlap)
+        self.residuals = None if self.compression is None else Residuals(self.comm, self.compression)
         self._forget()
 
     @staticmethod
@@ -89,6 +94,10 @@ class OverlapLocalSGD(Algorithm):
         self.z: Buffer | None = None
         self.u: Buffer | None = None
         self.A: Message | None = None
+        self.D: Buffer | None = None  # how far z moves, where that is what travels
+        self._moves = False  # whether it has yet to do so
+        if self.residuals is not None:
+            self.residuals.forget()
         self._known: list[nn.Parameter] = []  # of which z and u are
         self._unfit: tuple[int, ...] = ()  # left out of the anchor with which a resumed run began
         self._ended = self.t
@@ -121,15 +130,15 @@ class OverlapLocalSGD(Algorithm):
             self.begin_round()
             launches, self._ended = self.z is not None, self.t
             self._take_in()
-            if launches and self.z is not None:
-                self._launch(self.z)
+            if launches and self.z is not None and self.u is not None:
+                self._launch(self.z, self.u)
 
     @torch.no_grad()
     def _pull(self, z: Buffer, u: Buffer) -> None:
-        """wait(z) ; x ← (1 − α) x + α z ; u ← β u + (x − z) ; z ← z + u, which is what this worker says."""
+        """wait(z) ; x ← (1 − α) x + α z ; u ← β u + (x − z)."""
         left_out, self._unfit = self._unfit, ()
         if self.A is not None:
-            self.A.wait()
+            self._arrived()
             self._merged, self._staleness, left_out = self.A, self.t - self.A.step, self.A.left_out
         if self.comm.rank in left_out:
             z.copy_to(self._known)
@@ -137,24 +146,50 @@ class OverlapLocalSGD(Algorithm):
         for (_, (anchor, x)), (_, (momentum, _)) in zip(z.beside(self._known), u.beside(self._known), strict=True):
             x.lerp_(anchor, self.α)
             momentum.mul_(self.β).add_(x - anchor)
-            anchor.add_(momentum)
         self.repair(left_out)
 
-    def _launch(self, z: Buffer) -> None:
+    @torch.no_grad()
+    def _launch(self, z: Buffer, u: Buffer) -> None:
         """z ← async Σ_j w_j (z + u_j)."""
+        subject, size = self.subject("round"), norm([p.detach() for p in self.x])
         if self.comm.world_size == 1:  # the mean of one
+            torch._foreach_add_(z.buckets, u.buckets)
             return
-        size = norm([p.detach() for p in self.x])
-        self.A = self.comm.mean_(z.buckets, self.w, self.subject("round"), measured=True, relative_to=size)
+        if self.residuals is None:
+            torch._foreach_add_(z.buckets, u.buckets)
+            self.A = self.comm.mean_(z.buckets, self.w, subject, measured=True, relative_to=size)
+        else:
+            if self.D is None or self.D.layout is not u.layout:
+                self.D = u.layout.buffer()
+            torch._foreach_copy_(self.D.buckets, u.buckets)
+            self._moves = True
+            self.A = self.residuals.mean_(self.D, self._known, subject, relative_to=size)
         if not self.overlap:
-            self.A.wait()
+            self._arrived()
+
+    @torch.no_grad()
+    def _arrived(self, *, counted: bool = True) -> None:
+        """z is there."""
+        if self.A is not None:
+            self.A.wait(counted=counted)
+        if self._moves and self.z is not None and self.D is not None:
+            torch._foreach_add_(self.z.buckets, self.D.buckets)
+            self._moves = False
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        """z ← x and u ← 0 for parameters that are new. Workers have moved them apart: what they say makes one z of it."""
+        """z ← x and u ← 0 for parameters that are new. Workers have moved them apart: what they say makes one z of it.
+
+        Codes do not: they begin with the mean.
+        """
         layout = self.comm.layout(self.x)
         if self.z is not None and self.z.layout is layout:
             return
+        if self.residuals is not None and self.apart and self.comm.world_size > 1:
+            new = [p.detach() for p in self.x if p not in set(self._known)]
+            mean = self.comm.mean_(new, self.w, self.subject("new parameters"))
+            mean.wait()
+            self.repair(mean.left_out)
         known = {} if self.z is None or self.u is None else self._by_parameter(self.z, self.u)
         self.z, self.u, self._known = layout.buffer(), layout.buffer(), list(self.x)
         self.z.copy_([known[p][0] if p in known else p.detach() for p in self.x], keep=False)
@@ -171,29 +206,28 @@ class OverlapLocalSGD(Algorithm):
     def _pending_correction(self) -> Callable[[], None] | None:
         if self.z is None:
             return None
-        if self.A is not None:
-            self.A.wait(counted=False)
+        self._arrived(counted=False)
         z, x = self.z, self._known
         return lambda: z.copy_to(x)
 
     def state_dict(self) -> dict[str, Any]:
         """Adds z, drained, and u."""
-        if self.A is not None:
-            self.A.wait(counted=False)
+        self._arrived(counted=False)
         both = [None if b is None else [bucket.clone() for bucket in b.buckets] for b in (self.z, self.u)]
         numbers = {p: number for number, p in enumerate(self._members())}
         known = [numbers[p] for p in self._known] if self.z is not None else []
         unfit = list(self._unfit if self.A is None else self.A.left_out)
         ended = {"ended": self._ended, "unfit": unfit}
-        return {**super().state_dict(), **ended, "z": both[0], "u": both[1], "known": known}
+        e = None if self.residuals is None else self.residuals.state_dict(numbers)
+        return {**super().state_dict(), **ended, "z": both[0], "u": both[1], "known": known, "residuals": e}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the anchor that was in flight."""
         super().load_state_dict(state)
-        if self.A is not None:
-            self.A.wait(counted=False)  # of the launch in start()
         self._forget()
         self._ended, self._unfit = state["ended"], tuple(state["unfit"])
+        if self.residuals is not None:
+            self.residuals.load_state_dict(state["residuals"], self._members())
         if state["z"] is not None:
             members = self._members()
             self._known = [members[number] for number in state["known"]]

@@ -220,6 +220,12 @@ class Buffer:
             torch._foreach_add_(pieces, views)
 
     @torch.no_grad()
+    def add_(self, tensors: Sequence[Tensor], *, keep: bool = True) -> None:
+        """buffer ← buffer + tensors. Views and memory are kept as in ``copy_``."""
+        for _, views, pieces in self._spans(tensors, keep):
+            torch._foreach_add_(views, pieces)
+
+    @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
         """buffer ← tensors. Returns its norm."""
         sizes = []

@@ -1,0 +1,62 @@
+"""Error feedback: what a code has dropped is part of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cocod.comm import Communicator, Message, Subject
+from lightning_cocod.comm.buckets import Buffer
+from lightning_cocod.comm.compressed import Compression
+
+
+class Residuals:
+    r"""e, what the others have not been told of.
+
+    For displacements and gradients, which have no base to be told from (for models see ``SharedBase``)::
+
+        p_i ← D_i + e_i ;  c_i ← C(p_i) ;  e_i ← p_i − c_i ;  D_i ← async C(Σ_j w_j c_j) − a c_i
+
+    Memory: one copy of the parameters.
+
+    Args:
+        comm: sends.
+        compression: codec and its memory.
+    """
+
+    def __init__(self, comm: Communicator, compression: Compression) -> None:
+        self.comm, self.compression = comm, compression
+        self.e: dict[nn.Parameter, Tensor] = {}
+
+    def forget(self) -> None:
+        """e ← 0."""
+        self.e = {}
+
+    @torch.no_grad()
+    def mean_(
+        self,
+        D: Buffer,
+        x: Sequence[nn.Parameter],
+        subject: Subject,
+        *,
+        own: float = 0.0,
+        relative_to: Tensor | None = None,
+    ) -> Message:
+        """The above, with a = ``own``. D belongs to x; neither it nor e must be touched until the message has arrived."""
+        for p in x:
+            if p not in self.e:
+                self.e[p] = torch.zeros_like(p)
+        e = [self.e[p] for p in x]
+        D.add_(e)
+        return self.comm.compressed_mean_(D, e, self.compression, subject, own=own, relative_to=relative_to)
+
+    def state_dict(self, numbers: Mapping[nn.Parameter, int]) -> dict[int, Tensor]:
+        """e, once no message is in flight."""
+        return {numbers[p]: e.clone() for p, e in self.e.items() if p in numbers}
+
+    def load_state_dict(self, state: Any, members: Sequence[nn.Parameter]) -> None:
+        """Continue with e; without one, with 0."""
+        self.e = {members[number]: torch.zeros_like(members[number]).copy_(e) for number, e in (state or {}).items()}
