@@ -144,7 +144,7 @@ def test_sparse_gradients_make_local_steps(strategy, optimizer):
 def sparse_warm_up(rank, world, kind):
     t = trainer(kind(warmup_steps=2), world, max_epochs=1)
     callbacks = list(t.callbacks)
-    with pytest.raises(TypeError, match="sparse gradients cannot be averaged; use sparse=False or warmup_steps=0"):
+    with pytest.raises(TypeError, match="sparse gradients cannot be averaged; use sparse=False, or warmup_steps=0"):
         t.fit(Words(torch.optim.SGD), words())
     assert t.callbacks == callbacks
     assert "run" not in vars(t.fit_loop)

@@ -7,6 +7,7 @@ from lightning_cocod.algorithms.diloco import DiLoCo
 from lightning_cocod.algorithms.eager_diloco import EagerDiLoCo
 from lightning_cocod.algorithms.local_sgd import LocalSGD
 from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
+from lightning_cocod.algorithms.pipe_sgd import PipeSGD
 from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
 from lightning_cocod.algorithms.slowmo import SlowMo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
@@ -20,6 +21,7 @@ __all__ = [
     "Every",
     "LocalSGD",
     "OverlapLocalSGD",
+    "PipeSGD",
     "PostLocalSGD",
     "Schedule",
     "SlowMo",

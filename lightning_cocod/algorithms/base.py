@@ -75,6 +75,8 @@ class Algorithm:
     """Registered name; announced in the header of every message."""
     deterministic: ClassVar[bool] = True
     """Whether two equal runs are equal bit for bit."""
+    may_skip_steps: ClassVar[bool] = True
+    """Whether a rank may skip a step on its own, as a gradient scaler does. In synchronous warm-up steps none may."""
 
     def __init__(
         self,
@@ -147,9 +149,7 @@ class Algorithm:
             w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
             moved = self.optimizers if optimizer is None else [optimizer]
             subject = self.subject("gradients", weights=self._next_weights)
-            if left_out := average_gradients(moved, self.comm, w, subject):
-                restore(list(self.model.buffers()), self.comm, left_out, replace(subject, kind="repair"))
-                tell(self.comm, left_out, self.t, "gradients left out of the mean")
+            self.repair_buffers(average_gradients(moved, self.comm, w, subject))
 
     def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
         """Move the parameters.
@@ -164,15 +164,16 @@ class Algorithm:
             What ``update`` returns.
 
         Raises:
-            ValueError: a scaler in a synchronous warm-up step.
+            ValueError: a scaler where no rank may skip a step on its own, as in a synchronous warm-up step.
         """
         if update is not None:
             with self._hooks.paused() if self._hooks else nullcontext():
                 return update()
-        if scaler is not None and scaler.is_enabled() and self.when.synchronous(self.t):
+        if scaler is not None and scaler.is_enabled() and (self.when.synchronous(self.t) or not self.may_skip_steps):
+            what, otherwise = ("synchronous warm-up steps", " or warmup_steps=0") if self.may_skip_steps else (self.name, "")
             raise ValueError(
-                "synchronous warm-up steps and a gradient scaler do not go together: each rank's scaler decides on its own "
-                "whether to skip a step; use bfloat16 or warmup_steps=0"
+                f"{what} and a gradient scaler do not go together: each rank's scaler decides on its own "
+                f"whether to skip a step; use bfloat16{otherwise}"
             )
         for opt in self.optimizers:
             if scaler is not None:
@@ -331,6 +332,12 @@ class Algorithm:
                 restore(rest, self.comm, left_out, self.subject("repair"))
             self._reset(left_out, "round")
 
+    def repair_buffers(self, left_out: tuple[int, ...]) -> None:
+        """Gradients are the mean without those of these ranks: the model is sound, what their forwards wrote may not be."""
+        if left_out:
+            restore(list(self.model.buffers()), self.comm, left_out, self.subject("repair"))
+            tell(self.comm, left_out, self.t, "gradients left out of the mean")
+
     @property
     def w(self) -> float:
         """w_i: this worker's weight."""
@@ -360,8 +367,12 @@ class Algorithm:
         return list(dict.fromkeys(p for opt in self.optimizers for g in opt.param_groups for p in g["params"]))
 
     def _moved(self) -> list[nn.Parameter]:
-        """All parameters that may differ between workers: the user may move some without an optimizer."""
+        """All parameters that are moved: the user may move some without an optimizer."""
         return list(dict.fromkeys([*self._parameters(), *self.replica.parameters()]))
+
+    def _differing(self) -> list[nn.Parameter]:
+        """Those of them that may differ between workers."""
+        return self._moved()
 
     def _reset(self, left_out: tuple[int, ...], what: str) -> None:
         if self.comm.rank in left_out:
@@ -382,7 +393,7 @@ class Algorithm:
         subject = self.subject(kind, counted=False)
         if self.comm.rank in self.left_out:
             fit = False
-        with self._on_device([p.detach() for p in self._moved()]) as parameters:
+        with self._on_device([p.detach() for p in self._differing()]) as parameters:
             mean = self.comm.mean_(parameters, self.w, subject, fit=fit)
             mean.wait()
         buffers = self.replica.buffers()

@@ -177,6 +177,7 @@ class Buffer:
         self.layout = layout
         self.buckets = buckets
         self._views: list[list[Tensor]] = []
+        self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def _spans(
         self, tensors: Sequence[Tensor], keep: bool = True
@@ -224,6 +225,15 @@ class Buffer:
         """buffer ← buffer + tensors. Views and memory are kept as in ``copy_``."""
         for _, views, pieces in self._spans(tensors, keep):
             torch._foreach_add_(views, pieces)
+
+    @torch.no_grad()
+    def swap(self, tensors: Sequence[Tensor]) -> None:
+        """buffer ↔ tensors, with one bucket more of memory, which is kept. The tensors' is not: gradients come and go."""
+        pieces = self.layout.pieces(tensors, keep=False)
+        for j, (flat, theirs) in enumerate(zip(self.buckets, pieces, strict=True)):
+            spare = self.layout.scratch(j, self._spare, summed=False).copy_(flat)
+            torch._foreach_copy_(self.layout.cut(j, flat, theirs), theirs)
+            torch._foreach_copy_(theirs, self.layout.cut(j, spare, theirs))
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from lightning_cocod.strategies.diloco import DiLoCoStrategy
 from lightning_cocod.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
 from lightning_cocod.strategies.overlap_local_sgd import OverlapLocalSGDStrategy
+from lightning_cocod.strategies.pipe_sgd import PipeSGDStrategy
 from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
 from lightning_cocod.strategies.slowmo import SlowMoStrategy
 
@@ -19,6 +20,7 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     EagerDiLoCoStrategy,
     LocalSGDStrategy,
     OverlapLocalSGDStrategy,
+    PipeSGDStrategy,
     PostLocalSGDStrategy,
     SlowMoStrategy,
 )
@@ -40,6 +42,7 @@ __all__ = [
     "EagerDiLoCoStrategy",
     "LocalSGDStrategy",
     "OverlapLocalSGDStrategy",
+    "PipeSGDStrategy",
     "PostLocalSGDStrategy",
     "SlowMoStrategy",
     "register",

@@ -110,17 +110,20 @@ class AlgorithmStrategy(DDPStrategy):
     def runs(
         self,
         algorithm: Callable[..., Algorithm],
-        period: int | Mapping[int, int] | When,
+        period: int | Mapping[int, int] | When | None = None,
         *,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
         """The algorithm, and the options with which every fit makes it. Made for a single number, it looks at them now.
 
+        Without a period if it has no rounds.
+
         Raises:
             ValueError: an option out of range.
         """
-        self._make = partial(algorithm, period=period, on_nonfinite=self._on_nonfinite, **options)
+        rounds = {} if period is None else {"period": period}
+        self._make = partial(algorithm, on_nonfinite=self._on_nonfinite, **rounds, **options)
         self._weights = positive(weights)  # how many there are to be is not known yet
         x = torch.nn.ParameterList([torch.zeros(1)])
         self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator())
@@ -222,7 +225,7 @@ class AlgorithmStrategy(DDPStrategy):
         algorithm = self._algorithm = self._make(
             self.model, self.optimizers, weights=self._weights, communicator=communicator
         )
-        refusals.scaled_warm_up(self.precision_plugin, algorithm)
+        refusals.scaler(self.precision_plugin, algorithm)
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(
             trainer,

@@ -16,6 +16,7 @@ VARIANTS = {
     "diloco": {"period": 3},
     "eager_diloco": {"period": 3},
     "overlap_local_sgd": {"period": 3},
+    "pipe_sgd": {},
     "post_local_sgd": {"period": 3, "warmup_steps": 4},
     "slowmo": {"period": 3},
 }
