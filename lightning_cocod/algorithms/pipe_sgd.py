@@ -38,7 +38,7 @@ class Pipe:
     def by_parameter(self) -> dict[nn.Parameter, tuple[Tensor, float]]:
         """The mean gradient of each, and what is present of it."""
         G = [torch.empty_like(p) for p in self.x]
-        self.G.copy_to(G)
+        self.G.copy_to(G, keep=False)
         return dict(zip(self.x, zip(G, self.present.tolist(), strict=True), strict=True))
 
 
@@ -72,7 +72,7 @@ class PipeSGD(Algorithm):
             ``on_nonfinite="skip"`` a mean is that of the other ranks; weights never were in danger.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option out of range, or a codec.
 
     In a plain loop call ``pipe_sgd.step()`` after ``backward()``. A gradient scaler is refused: each rank's would decide on
     its own, and from its own gradients, whether to skip the step in which all apply a mean of others.
@@ -93,6 +93,8 @@ class PipeSGD(Algorithm):
     ) -> None:
         super().__init__(model, optimizer, when=as_when(1, warmup_steps), weights=weights, **shared)
         self.overlap = flag("overlap", overlap)
+        if self.compression is not None:
+            raise ValueError("compression: pipe_sgd sends gradients, for which there is no codec; leave compression out")
         self._forget()
 
     def _forget(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_cocod.algorithms import PipeSGD
+from lightning_cocod.compression import Codec
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -18,11 +19,11 @@ class PipeSGDStrategy(AlgorithmStrategy):
         overlap: False waits for each mean where it is launched: the same trajectory, nothing hidden.
         warmup_steps: synchronous steps first, without the delay.
         weights: of the ranks in every mean, in any scale. Equal by default.
-        compression: codec for the messages. None is the only one so far.
+        compression: None: there is no codec for gradients.
         **options: see ``AlgorithmStrategy``.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option out of range, or a codec.
         TypeError: an option that only DDP understands, or an unknown one.
         MisconfigurationException: in a fit with ``precision="16-mixed"``.
     """
@@ -35,7 +36,7 @@ class PipeSGDStrategy(AlgorithmStrategy):
         overlap: bool = True,
         warmup_steps: int = 0,
         weights: Sequence[float] | None = None,
-        compression: str | None = None,
+        compression: str | Codec | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
