@@ -4,6 +4,7 @@ Importing the package registers its strategies: ``Trainer(strategy="cocod")``.
 """
 
 from lightning_cocod.algorithms import (
+    CO2,
     DCS3GD,
     Algorithm,
     CoCoD,
@@ -22,6 +23,7 @@ from lightning_cocod.algorithms import (
 from lightning_cocod.comm import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
 from lightning_cocod.strategies import (
     AlgorithmStrategy,
+    CO2Strategy,
     CoCoDStrategy,
     DCS3GDStrategy,
     DiLoCoStrategy,
@@ -40,9 +42,11 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "CO2",
     "DCS3GD",
     "Algorithm",
     "AlgorithmStrategy",
+    "CO2Strategy",
     "CoCoD",
     "CoCoDStrategy",
     "CommunicationError",

@@ -82,7 +82,7 @@ def cocod_in_consensus(model, optimizer):
         steps(model, optimizer, 2)
 
 
-OTHERS = {"DCS3GD": 1, "OverlapLocalSGD": 2, "PipeSGD": 1, "SlowMo": 3, "DiLoCo": 3, "EagerDiLoCo": 5}
+OTHERS = {"DCS3GD": 1, "OverlapLocalSGD": 2, "PipeSGD": 1, "SlowMo": 3, "DiLoCo": 3, "EagerDiLoCo": 5, "CO2": 5}
 """Copies of the parameters that they promise, those for the time of a merge included."""
 CASES = [no_algorithm, local_sgd, cocod, cocod_in_consensus, *(other(name) for name in OTHERS)]
 

@@ -25,7 +25,9 @@ from support.toys import (
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cocod import (
+    CO2,
     DCS3GD,
+    CO2Strategy,
     CoCoD,
     CoCoDStrategy,
     DCS3GDStrategy,
@@ -135,6 +137,7 @@ def name(strategy):
 LOOPS = {
     name(strategy): (partial(algorithm, period=3), partial(strategy, period=3))
     for algorithm, strategy in [
+        (CO2, CO2Strategy),
         (CoCoD, CoCoDStrategy),
         (DCS3GD, DCS3GDStrategy),
         (DiLoCo, DiLoCoStrategy),

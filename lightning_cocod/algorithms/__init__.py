@@ -1,6 +1,7 @@
 """The papers, one file each."""
 
 from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.co2 import CO2
 from lightning_cocod.algorithms.cocod import CoCoD
 from lightning_cocod.algorithms.dc_s3gd import DCS3GD
 from lightning_cocod.algorithms.diloco import DiLoCo
@@ -13,6 +14,7 @@ from lightning_cocod.algorithms.slowmo import SlowMo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 
 __all__ = [
+    "CO2",
     "DCS3GD",
     "Algorithm",
     "CoCoD",

@@ -59,8 +59,8 @@ class OuterRounds(Algorithm):
     (``rewriting``) begins anew, with an outer optimizer that has not stepped. Memory beyond the parameters: θ, what the
     outer optimizer keeps, with the delay a message; where a round ends, Δ, and with the delay G.
 
-    With the delay only displacements travel. In half precision the θ_i drift apart by rounding, and nothing pulls them
-    together: train float32 parameters, under autocast if need be.
+    With the delay only displacements travel. In half precision the θ_i drift apart by rounding unless a = 0, and nothing
+    pulls them together: train float32 parameters, under autocast if need be.
 
     Args:
         model: the module that is trained.

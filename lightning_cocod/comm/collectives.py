@@ -218,7 +218,10 @@ class Correction(Collective):
         if not self.weight:
             S.copy_(scratch)
             return
-        if self._own == 1 and scratch.dtype == S.dtype:
+        if self._own == 0:  # the mean to the last bit, the same on every rank
+            self._measure(torch.sub(scratch, S, out=S))
+            S.copy_(scratch)
+        elif self._own == 1 and scratch.dtype == S.dtype:
             self._measure(torch.sub(scratch, S, out=S))
         else:
             self._measure(scratch.sub_(S))

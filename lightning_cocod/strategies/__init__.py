@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_cocod.strategies.base import AlgorithmStrategy
+from lightning_cocod.strategies.co2 import CO2Strategy
 from lightning_cocod.strategies.cocod import CoCoDStrategy
 from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
 from lightning_cocod.strategies.diloco import DiLoCoStrategy
@@ -14,6 +15,7 @@ from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
 from lightning_cocod.strategies.slowmo import SlowMoStrategy
 
 STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
+    CO2Strategy,
     CoCoDStrategy,
     DCS3GDStrategy,
     DiLoCoStrategy,
@@ -36,6 +38,7 @@ def register() -> None:
 __all__ = [
     "STRATEGIES",
     "AlgorithmStrategy",
+    "CO2Strategy",
     "CoCoDStrategy",
     "DCS3GDStrategy",
     "DiLoCoStrategy",

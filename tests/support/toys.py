@@ -12,6 +12,7 @@ from lightning_cocod import strategies  # importing it registers the names
 from lightning_cocod.strategies import AlgorithmStrategy
 
 VARIANTS = {
+    "co2": {"period": 3, "gap_penalty": 1.5, "clip": 0.05},
     "dc_s3gd": {"period": 3},
     "diloco": {"period": 3},
     "eager_diloco": {"period": 3},
