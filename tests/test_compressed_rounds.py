@@ -24,7 +24,7 @@ from test_cocod import (
 )
 from torch import nn
 
-from lightning_cocod import DCS3GD, CoCoD, LocalSGD, MessageMismatch, OverlapLocalSGD
+from lightning_cocod import DCS3GD, CoCoD, LocalSGD, MessageMismatch, OverlapLocalSGD, PipeSGD
 from lightning_cocod.comm import compressed
 from lightning_cocod.compression import Codec
 
@@ -149,6 +149,21 @@ def anchored(n, k, w, *, momentum=0.0, weight_decay=0.0, feeds=True, α=0.6, β=
     return np.stack(path)
 
 
+def piped(n, w, *, momentum=0.0, weight_decay=0.0, feeds=True):
+    """x(t) of Pipe-SGD."""
+    x, v, e, G, path = X0, 0 * X0, np.zeros((n, len(X0))), None, []
+    for _ in range(STEPS + 1):
+        path.append(x)
+        p = gradients(x, *problems(n)) + e
+        c, A = encoded(p, w)
+        e = p - c if feeds else e
+        if G is not None:
+            v = momentum * v + G + weight_decay * x
+            x = x - LR * v
+        G = A
+    return np.stack(path)
+
+
 BOTH = {"unequal": True, "sgd": HEAVY}
 CONFIGURATIONS = {
     "coarse": {"algorithm": CoCoD, "period": 3, "compression": Coarse()},
@@ -173,6 +188,11 @@ CONFIGURATIONS = {
     "anchored evaluated": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH, "compression": Coarse(), "evaluate": (3, 7)},
     "anchored whole": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH, "compression": Whole()},
     "anchored without": {"algorithm": OverlapLocalSGD, "period": 3, **BOTH},
+    "piped": {"algorithm": PipeSGD, **BOTH, "compression": Coarse()},
+    "piped waiting": {"algorithm": PipeSGD, **BOTH, "compression": Coarse(), "overlap": False},
+    "piped resumed": {"algorithm": PipeSGD, **BOTH, "compression": Coarse(), "resume_at": 8},
+    "piped whole": {"algorithm": PipeSGD, **BOTH, "compression": Whole()},
+    "piped without": {"algorithm": PipeSGD, **BOTH},
     "compensated": {"algorithm": DCS3GD, "period": 1, **BOTH, "compression": Whole()},
     "compensated without": {"algorithm": DCS3GD, "period": 1, **BOTH},
 }
@@ -208,8 +228,15 @@ def test_the_path_of_an_anchor_is_that_of_the_equations_with_error_feedback(n):
     assert distance(anchored(n, 3, weights(n, "anchored"), **HEAVY, feeds=False), x) > 1e-3
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_path_of_late_gradients_is_that_of_the_equations_with_error_feedback(n):
+    x = piped(n, weights(n, "piped"), **HEAVY)
+    assert distance(positions(paths(n)["piped"]), x[:, None]) < 1e-6
+    assert distance(piped(n, weights(n, "piped"), **HEAVY, feeds=False), x) > 1e-3
+
+
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("name", ["whole", "warm-up", "local whole", "anchored whole", "compensated"])
+@pytest.mark.parametrize("name", ["whole", "warm-up", "local whole", "anchored whole", "piped whole", "compensated"])
 def test_a_codec_that_drops_nothing_changes_nothing(n, name):
     without = {"whole": "without", "warm-up": "warm-up without"}.get(name, name.replace("whole", "without"))
     without = "compensated without" if name == "compensated" else without
@@ -262,6 +289,8 @@ def test_it_would_not_if_the_owner_of_a_shard_forgot_what_it_dropped(n):
         ("noisy again", "noisy"),
         ("noisy resumed", "noisy"),
         ("local resumed", "local"),
+        ("piped waiting", "piped"),
+        ("piped resumed", "piped"),
         ("anchored waiting", "anchored"),
         ("anchored resumed", "anchored"),
         ("anchored evaluated", "anchored"),

@@ -547,7 +547,5 @@ def test_options_out_of_range_are_refused_by_name():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="overlap must be True or False, got 1"):
         PipeSGD(model, torch.optim.SGD(model.parameters(), 0.1), overlap=1)
-    with pytest.raises(ValueError, match="there is no codec; leave compression out"):
-        PipeSGDStrategy(compression="int8")
     with pytest.raises(TypeError, match="PipeSGDStrategy has no option period"):
         PipeSGDStrategy(period=4)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.gradients import filled, trainable, withdraw
 from lightning_cocod.algorithms.options import flag
+from lightning_cocod.algorithms.residuals import Residuals
 from lightning_cocod.algorithms.when import as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
@@ -62,6 +63,8 @@ class PipeSGD(Algorithm):
     nobody applies: the model is x, at the end as in an evaluation; BatchNorm's running statistics are local until then.
     Memory beyond the parameters: one copy of the gradients, and a few buckets.
 
+    With ``compression`` the workers send codes of their gradients, with error feedback (see ``Residuals``): one more copy.
+
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
@@ -72,7 +75,7 @@ class PipeSGD(Algorithm):
             ``on_nonfinite="skip"`` a mean is that of the other ranks; weights never were in danger.
 
     Raises:
-        ValueError: an option out of range, or a codec.
+        ValueError: an option out of range.
 
     In a plain loop call ``pipe_sgd.step()`` after ``backward()``. A gradient scaler is refused: each rank's would decide on
     its own, and from its own gradients, whether to skip the step in which all apply a mean of others.
@@ -93,12 +96,13 @@ class PipeSGD(Algorithm):
     ) -> None:
         super().__init__(model, optimizer, when=as_when(1, warmup_steps), weights=weights, **shared)
         self.overlap = flag("overlap", overlap)
-        if self.compression is not None:
-            raise ValueError("compression: pipe_sgd sends gradients, for which there is no codec; leave compression out")
+        self.residuals = None if self.compression is None else Residuals(self.comm, self.compression)
         self._forget()
 
     def _forget(self) -> None:
         self.pipes: dict[Optimizer, Pipe] = {}
+        if self.residuals is not None:
+            self.residuals.forget()
         self._resting: list[nn.Parameter] = []  # of the optimizer that is about to step
         self._staleness = 0
 
@@ -138,7 +142,12 @@ class PipeSGD(Algorithm):
         pipe = self.pipes[optimizer] = Pipe(x, late.G, present, complete)
         self.x, self.weights = self._parameters(), self._next_weights
         if self.comm.world_size > 1:
-            pipe.A = self.comm.mean_([*pipe.G.buckets, present], self.w, self.subject("gradients"))
+            subject = self.subject("gradients")
+            if self.residuals is None:
+                pipe.A = self.comm.mean_([*pipe.G.buckets, present], self.w, subject)
+            else:
+                self.comm.mean_([present], self.w, self.subject("gradients present"))  # on its way before those
+                pipe.A = self.residuals.mean_(pipe.G, x, subject)
             if not self.overlap:
                 pipe.A.wait()
 
@@ -192,13 +201,16 @@ class PipeSGD(Algorithm):
             }
             for opt, pipe in self.pipes.items()
         }
-        return {**super().state_dict(), "pipes": pipes}
+        e = None if self.residuals is None else self.residuals.state_dict(numbers)
+        return {**super().state_dict(), "pipes": pipes, "residuals": e}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the gradients that were in flight; they are applied in the next step."""
         super().load_state_dict(state)
         self._forget()
         members = self._members()
+        if self.residuals is not None:
+            self.residuals.load_state_dict(state["residuals"], members)
         for number, kept in state["pipes"].items():
             x, present = [members[n] for n in kept["x"]], torch.tensor(kept["present"])
             pipe = Pipe(x, self.comm.layout([p.detach() for p in x]).buffer(), present, complete=False)

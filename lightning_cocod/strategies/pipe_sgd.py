@@ -19,11 +19,11 @@ class PipeSGDStrategy(AlgorithmStrategy):
         overlap: False waits for each mean where it is launched: the same trajectory, nothing hidden.
         warmup_steps: synchronous steps first, without the delay.
         weights: of the ranks in every mean, in any scale. Equal by default.
-        compression: None: there is no codec for gradients.
+        compression: codec of the gradients, or its name; none by default (docs/compression.md).
         **options: see ``AlgorithmStrategy``.
 
     Raises:
-        ValueError: an option out of range, or a codec.
+        ValueError: an option out of range.
         TypeError: an option that only DDP understands, or an unknown one.
         MisconfigurationException: in a fit with ``precision="16-mixed"``.
     """
