@@ -39,6 +39,17 @@ def nonnegative(name: str, value: object) -> float:
     return float(value)
 
 
+def above_zero(name: str, value: object) -> float:
+    """A finite number greater than 0.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a number greater than 0, got {value!r}")
+    return float(value)
+
+
 def below_one(name: str, value: object) -> float:
     """A number of at least 0 and less than 1, as a momentum has to be.
 

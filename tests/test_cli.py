@@ -78,7 +78,9 @@ def test_every_choice_of_every_group_can_be_made(tmp_path, group, choice):
     if choice in ("imagefolder", "cifar10"):
         extra = [f"data.root={images(tmp_path / 'images', classes=10)}"]
     cfg = composed(tmp_path, f"{group}={choice}", *extra)
-    if group in ("delay", "compression"):
+    if (group, choice) == ("compression", "none"):
+        assert make(cfg, group) is None
+    elif group == "delay":
         assert make(cfg, "strategy")
     elif group in ("model", "schedule"):
         check(composed(tmp_path, f"{group}={choice}", "data=synthetic"))
@@ -105,6 +107,8 @@ def test_help_names_every_choice():
 
 def test_strategies_get_their_options(tmp_path):
     cfg = composed(tmp_path, "delay=k16", "delay.overlap=false", "strategy.timeout=5")
+    assert make(cfg, "compression") is None
+    cfg.strategy.compression = None
     assert OmegaConf.to_container(cfg.strategy, resolve=True) == {
         "_target_": "lightning_cocod.CoCoDStrategy",
         "period": 16,
@@ -202,7 +206,8 @@ def in_process(monkeypatch, tmp_path, capsys):
         ("~model", "model"),
         ("delay.period=0", "strategy: period must be"),
         ("delay.warmup_steps=-1", "strategy: "),
-        ("compression.name=int9", "strategy: "),
+        ("compression=int9", "int9"),
+        ("compression=int8 compression.block=12", "strategy: block must be a multiple of 8, got 12"),
         ("data.batch_size=-4", "data.batch_size must be an integer of at least 1, got -4"),
         ("data=imagefolder", "data.root has no value: add data.root=..."),
         ("data=imagefolder data.root=nowhere", "data.root=nowhere does not exist"),

@@ -18,7 +18,8 @@ def unused_options(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
         key = override.partition("=")[0].lstrip("+~").partition("@")[0]
         group = key.partition(".")[0].partition("/")[0]
         reader, reference = (strategy, key) if group in FOR_STRATEGY else (everything, group)
-        if (group in FOR_STRATEGY or group not in known) and f"${{{reference}" not in reader:
+        read = f"${{{reference}" in reader or f"${{{group}}}" in reader
+        if (group in FOR_STRATEGY or group not in known) and not read:
             who = str(cfg.strategy._target_).rpartition(".")[2] if group in FOR_STRATEGY else "nothing"
             notices.append(f"note: {override} has no effect: {who} reads {'no ' if who != 'nothing' else ''}{key}")
     return notices

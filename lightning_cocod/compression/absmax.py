@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from lightning_cocod.compression.blocks import HUGE, TINY, BlockCodec, block_length
-from lightning_cocod.compression.rounding import ROUNDER, stochastic_
+from lightning_cocod.compression.rounding import stochastic_
 from lightning_cocod.options import flag
 
 
 class Absmax(BlockCodec):
-    """C(x) = scale · round(x / scale), scale = max|x| / Q in a block.
+    """C(x) = u · round(x / u), u = max|x| / Q in a block.
 
-    Rounded to the nearest: |C(x) − x| ≤ scale / 2, and no value gets farther than 0 is, the largest not at all, so that this
+    Rounded to the nearest: |C(x) − x| ≤ u / 2, and no value gets farther than 0 is, the largest not at all, so that this
     is a contraction with δ ≥ 1/block.
 
     Rounded up or down at random: unbiased, U(ω) with ω = (√(1 + (d − 1)/Q²) − 1)/2 in a block of d elements. Equality is
-    where one value is ±max|x| and all others are ±scale/(2 + 2ω).
+    where one value is ±max|x| and all others are ±u/(2 + 2ω).
     """
 
     Q: ClassVar[int]
@@ -42,24 +42,23 @@ class Absmax(BlockCodec):
         return not self.stochastic or self.omega < 1
 
     @property
-    def shrink(self) -> float:
-        """What the decoded values are multiplied with."""
-        return 1.0
+    def unit(self) -> float:
+        """1/Q: the scale of a block is max|x|."""
+        return 1 / self.Q
 
     def _quantise(
         self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
     ) -> None:
-        torch.amax(torch.abs(x, out=scratch), dim=1, keepdim=True, out=scales)
-        scales.div_(self.Q).clamp_(TINY, HUGE / self.Q)
-        if self.stochastic:
-            torch.mul(x, scales.reciprocal(), out=scratch).clamp_(-self.Q, self.Q)
-            levels.copy_(stochastic_(scratch, generator).view(-1))
-        else:
-            rounder = torch.full((), ROUNDER, device=x.device)
-            torch.addcmul(rounder, x, scales.reciprocal(), out=scratch)
-            levels.copy_(scratch.view(torch.int32).view(-1))  # the lowest byte of each
-        if self.shrink != 1:
-            scales *= self.shrink
+        largest(x, scales, scratch)
+        scales.clamp_(TINY, HUGE)
+        torch.mul(x, self.Q / scales, out=scratch)
+        levels.copy_(stochastic_(scratch.clamp_(-self.Q, self.Q), generator) if self.stochastic else scratch.round_())
+
+
+def largest(x: Tensor, sizes: Tensor, scratch: Tensor) -> None:
+    """sizes ← max|x| of each row. Magnitudes have the order of their bits, as whole numbers, which compare faster."""
+    torch.abs(x, out=scratch)
+    torch.amax(scratch.view(torch.int32), dim=1, keepdim=True, out=sizes.view(torch.int32))
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,6 @@ class TernGrad(Absmax):
         return not self.unbiased or self.omega < 1
 
     @property
-    def shrink(self) -> float:
+    def unit(self) -> float:
         """1 or 1/(1 + ω)."""
         return 1.0 if self.unbiased else 1 / (1 + self.omega)

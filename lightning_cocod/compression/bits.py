@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_cocod.compression.memory import load
+
 _WORD = {1: torch.int64, 2: torch.int32, 4: torch.int16}  # bits of a number: as many numbers, a byte each, as fill a byte
 
 
@@ -73,21 +75,26 @@ def unpack(code: Tensor, values: tuple[int, ...], levels: Tensor) -> Tensor:
         return code.view(torch.int8)
     if bits not in _WORD:
         return levels.copy_(_unshift(code, bits, levels.numel(), torch.tensor(values, dtype=torch.int8, device=code.device)))
-    table, k = _table(values, code.device), 8 // bits
-    even = levels.numel() // k
-    torch.index_select(table, 0, code[:even].int(), out=levels[: even * k].view(_WORD[bits]))
-    if even < code.numel():
-        levels[even * k :] = table[code[even:].int()].view(torch.int8)[: levels.numel() - even * k]
+    wide = torch.uint8 if bits == 1 else torch.uint16  # of the code, that is looked up at a time
+    k = 8 * wide.itemsize // bits
+    even = levels.numel() - levels.numel() % k
+    table = _table(values, wide, code.device)
+    index = load(code[: even * bits // 8], wide).int()
+    torch.index_select(table, 0, index, out=levels[:even].view(table.dtype))
+    if even < levels.numel():
+        rest = torch.zeros(wide.itemsize, dtype=torch.uint8, device=code.device)
+        rest[: code.numel() - even * bits // 8] = code[even * bits // 8 :]
+        levels[even:] = table[rest.view(wide).int()].view(torch.int8)[: levels.numel() - even]
     return levels
 
 
 @cache
-def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each byte the word of the numbers in it."""
-    bits = len(values).bit_length() - 1
-    shifts = torch.arange(0, 8, bits)
-    codes = torch.arange(256)[:, None] >> shifts & (len(values) - 1)
-    return torch.tensor(values, dtype=torch.int8)[codes].view(_WORD[bits]).view(-1).to(device)
+def _table(values: tuple[int, ...], wide: torch.dtype, device: torch.device) -> Tensor:
+    """For each piece of code the word of the numbers in it, a byte each."""
+    size, bits = 8 * wide.itemsize, len(values).bit_length() - 1
+    numbers = torch.arange(1 << size)[:, None] >> torch.arange(0, size, bits) & (len(values) - 1)
+    word = {4: torch.int32, 8: torch.int64}[size // bits]
+    return torch.tensor(values, dtype=torch.int8)[numbers].view(word).view(-1).to(device)
 
 
 def _unshift(code: Tensor, bits: int, n: int, values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cocod.compression.codec import Codec
-from lightning_cocod.compression.memory import load, spans, store
+from lightning_cocod.compression.memory import load, new, span, spans, store
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ class _Half(Codec):
 
     def _encode(self, x: Tensor, code: Tensor, generator: torch.Generator | None) -> None:
         most = torch.finfo(self.dtype).max
-        scratch = torch.empty(min(x.numel(), 1 << 16), dtype=torch.float32, device=x.device)
+        scratch = new(x, torch.float32, span(x.numel(), x.device))
+        halves = new(x, self.dtype, scratch.numel())
         for here in spans(x.numel(), x.device):
-            values = torch.clamp(x[here], -most, most, out=scratch[: here.stop - here.start])
-            store(values.to(self.dtype), code[2 * here.start : 2 * here.stop])
+            size = here.stop - here.start
+            halves[:size].copy_(torch.clamp(x[here], -most, most, out=scratch[:size]))
+            store(halves[:size], code[2 * here.start : 2 * here.stop])
 
     def _decode(self, code: Tensor, out: Tensor) -> None:
         out.copy_(load(code, self.dtype))

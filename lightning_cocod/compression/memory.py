@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-SPAN = 1 << 16  # elements; what a codec reads and writes at a time, scratch included, is then less than 1 MiB
+SPAN = 1 << 17  # elements a codec works on at a time: about 1 MiB with scratch; of less, the calls into torch would show
 
 
 def span(n: int, device: torch.device, multiple: int = 1) -> int:
@@ -20,6 +20,11 @@ def spans(n: int, device: torch.device) -> Iterator[slice]:
     """The slices of n elements, one after the other."""
     step = span(n, device)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def new(like: Tensor, dtype: torch.dtype, n: int) -> Tensor:
+    """Scratch of n elements on the device of another tensor, in memory of a multiple of 8 bytes."""
+    return torch.empty(-(-n // 8) * 8, dtype=dtype, device=like.device)[:n]
 
 
 def store(values: Tensor, code: Tensor) -> None:

@@ -1,12 +1,9 @@
-"""Rounding to whole numbers, to the nearest and at random."""
+"""Rounding at random."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-ROUNDER = 1.5 * 2**23
-"""Where |v| < 2²², v + ROUNDER is v rounded to the nearest whole number, ties to even; its lowest bits are that number."""
 
 
 def stochastic_(v: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cocod.compression.memory import span, spans
+from lightning_cocod.compression.memory import new, span, spans
 
 
 def largest(x: Tensor, k: int) -> Tensor:
@@ -40,7 +40,7 @@ def _above(x: Tensor, threshold: Tensor) -> Tensor:
     n = x.numel()
     hits = torch.empty(-(-n // 8) * 8, dtype=torch.int8, device=x.device)
     hits[n:] = 0
-    scratch = torch.empty(span(n, x.device), dtype=torch.float32, device=x.device)
+    scratch = new(x, torch.float32, span(n, x.device))
     for here in spans(n, x.device):
         size = torch.abs(x[here], out=scratch[: here.stop - here.start])
         hits[here].copy_(torch.ge(size, threshold, out=size))

@@ -51,7 +51,5 @@ class ScaledSign(BlockCodec):
     def _quantise(
         self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
     ) -> None:
-        torch.sum(torch.abs(x, out=scratch), dim=1, keepdim=True, out=scales)
-        scales /= x.shape[1]
-        signs = torch.bitwise_right_shift(x.view(torch.int32), 31, out=scratch.view(torch.int32))
-        levels.copy_(signs.view(-1))
+        torch.mean(torch.abs(x, out=scratch), dim=1, keepdim=True, out=scales)
+        levels.copy_(torch.bitwise_right_shift(x.view(torch.int32), 31, out=scratch.view(torch.int32)))
