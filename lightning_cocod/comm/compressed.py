@@ -70,9 +70,9 @@ class Compression:
             slot[key] = Codes(sent, received, torch.zeros_like(sent[0]), torch.empty_like(part), torch.empty_like(part))
         return slot[key]
 
-    def encode(self, values: Tensor, code: Tensor, *seed: int) -> None:
-        """code ← C(values). The random numbers, if there are any, depend on the seed alone."""
-        generator = None
+    def encode(self, values: Tensor, code: Tensor, shard: Sequence[int], encoder: int) -> None:
+        """code ← C(values). The random numbers, if there are any, depend on the shard and, mostly, on who encodes it."""
+        generator, seed = None, (*shard, 0 if self.codec.draws_alike else encoder)
         if self.codec.stochastic:
             if values.device not in self._generators:
                 self._generators[values.device] = torch.Generator(values.device)
@@ -141,12 +141,10 @@ class CompressedMean(Collective):
         part, world_size = _real(scratch), len(self._weights)
         codes = self._how.memory(bucket, part, world_size)
         for shard, (values, own) in enumerate(zip(self._shards(part), self._shards(codes.own), strict=True)):
-            self._how.encode(values, codes.sent[shard], self._step, bucket, shard, self._rank)
+            self._how.encode(values, codes.sent[shard], (self._step, bucket, shard), self._rank)
             self._how.decode(codes.sent[shard], own)
         with transport:
-            work = dist.all_to_all_single(codes.received, codes.sent, group=group, async_op=True)
-        assert work is not None  # every rank is a member of the group
-        return work
+            return group.alltoall_base(codes.received, codes.sent, [], [])  # a row for each
 
     def proceed(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """The mean of this worker's shard; its code to all."""
@@ -161,14 +159,12 @@ class CompressedMean(Collective):
         for code, weight in zip(codes.received, self._weights, strict=True):
             if weight:
                 mean.add_(self._how.decode(code, spare), alpha=weight)
-        self._how.encode(mean, codes.mean, self._step, bucket, self._rank, len(self._weights))
+        self._how.encode(mean, codes.mean, (self._step, bucket, self._rank), len(self._weights))
         if self.weight:  # one that is left out has nothing of its own to keep it with
             dropped = mean.sub_(self._how.decode(codes.mean, spare))
             own.sub_(dropped, alpha=1 / self.weight)
         with transport:
-            work = dist.all_gather_into_tensor(codes.received.view(-1), codes.mean, group=group, async_op=True)
-        assert work is not None
-        return work
+            return group._allgather_base(codes.received.view(-1), codes.mean)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Decode the means of all shards."""

@@ -35,6 +35,11 @@ class Codec(ABC):
         """Whether encode draws random numbers."""
         return False
 
+    @property
+    def draws_alike(self) -> bool:
+        """Whether all ranks should draw the same numbers for what they are to add up."""
+        return False
+
     @abstractmethod
     def nbytes(self, n: int) -> int:
         """Bytes of n encoded elements: exact, and a function of n alone, so that all ranks know it without talking."""

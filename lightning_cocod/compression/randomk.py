@@ -54,6 +54,11 @@ class RandomK(Codec):
         """True."""
         return True
 
+    @property
+    def draws_alike(self) -> bool:
+        """True: their places are then the same, and so are those of their mean."""
+        return True
+
     def nbytes(self, n: int) -> int:
         """8 + 4k; 0 for no values."""
         if n >= 1 << 31:
