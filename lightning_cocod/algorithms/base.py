@@ -121,7 +121,7 @@ class Algorithm:
         self._hooks: StepHooks | None = None
         self._started = False
         self._merged: Message | None = None  # the last one, for the metrics
-        self._distance = 0.0
+        self._measured: tuple[int, float] | None = None
         self._begun = Reading()
 
     # The verbs
@@ -291,16 +291,24 @@ class Algorithm:
         Args:
             since: an earlier ``reading()``; by default that of ``start``.
         """
-        if self._merged is not None and (numbers := self._merged.numbers()) is not None:
-            size, distance = numbers
-            self._distance = distance / size if size > 0 else 0.0
+        measured = self.measured()
         period = 1 if self.when.synchronous(self.t) else self.rounds.length or self.when.period(self.t)
         return {
             **self.reading().since(since or self._begun),
             "algo/period": float(period),
             "algo/staleness_steps": 0.0,
-            "algo/replica_distance": self._distance,
+            "algo/replica_distance": 0.0 if measured is None else measured[1],
         }
+
+    def measured(self) -> tuple[int, float] | None:
+        """The step at which the last message that was measured has been launched, and ``algo/replica_distance`` in it.
+
+        Never blocks, and costs next to nothing. None where there has been no such message.
+        """
+        if self._merged is not None and (numbers := self._merged.numbers()) is not None:
+            size, distance = numbers
+            self._measured = self._merged.step, distance / size if size > 0 else 0.0
+        return self._measured
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """New weights of the workers, the same on every rank. They are those of the rounds that begin with the next merge.

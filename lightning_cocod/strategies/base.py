@@ -35,6 +35,7 @@ from lightning_cocod.strategies import calendar, own_state, parts, refusals
 from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
 from lightning_cocod.strategies.continuing import continuing
+from lightning_cocod.strategies.far_apart import FarApart
 from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, shorten, show
 from lightning_cocod.strategies.own_state import OwnState
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
@@ -99,6 +100,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._algorithm: Algorithm | None = None
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
+        self._far_apart: FarApart | None = None
         self._stepped = False
         self._ending: BaseException | None = None
         self._alone = False
@@ -226,6 +228,7 @@ class AlgorithmStrategy(DDPStrategy):
             self.model, self.optimizers, weights=self._weights, communicator=communicator
         )
         refusals.scaler(self.precision_plugin, algorithm)
+        self._far_apart = FarApart() if self.global_rank == 0 else None
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(
             trainer,
@@ -326,6 +329,8 @@ class AlgorithmStrategy(DDPStrategy):
         assert self._quiet is not None
         self._stepped = False
         self.algorithm.after_step()
+        if self._far_apart is not None:
+            self._far_apart.after_step(self.algorithm)
         self._quiet.on_step(self.algorithm.t)
 
     @override

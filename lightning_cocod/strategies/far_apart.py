@@ -1,0 +1,47 @@
+"""Replicas that are far apart: a mean of them is no good model, and the user is told so once."""
+
+from __future__ import annotations
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_cocod.algorithms import Algorithm
+
+FAR = 0.25
+"""From this ``algo/replica_distance`` on a replica is far from the mean; see docs/metrics.md for what it was chosen by."""
+IN_A_ROW = 2
+"""Messages that must say so one after the other: a first round may, and a single one."""
+
+
+class FarApart:
+    """Reads the distance of this rank's replica in every message, and warns at most once."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None  # at which the last message that was looked at has been launched
+        self._in_a_row = 0
+        self._told = False
+
+    def after_step(self, algorithm: Algorithm) -> None:
+        """Look, if there is something new. Never blocks."""
+        if not self._told and (measured := algorithm.measured()) is not None:
+            step, distance = measured
+            if self.is_far(step, distance):
+                self._told = True
+                rank_zero_warn(_text(algorithm, step, distance))
+
+    def is_far(self, step: int, distance: float) -> bool:
+        """Whether the replica is far from the mean, given its distance in the message that was launched at a step."""
+        if step != self._step:
+            self._step = step
+            self._in_a_row = self._in_a_row + 1 if distance > FAR else 0
+        return self._in_a_row >= IN_A_ROW
+
+
+def _text(algorithm: Algorithm, step: int, distance: float) -> str:
+    pulled = algorithm.name == "overlap_local_sgd"
+    pull = "raise pull" if pulled else "strategy='overlap_local_sgd' pulls the replicas together"
+    return (
+        f"The replicas are far apart: at step {step} that of rank 0 was {distance:.0%} of its norm from the mean, and more "
+        f"than {FAR:.0%} in the message before. Either the ranks see different data (shuffle it before it is split), or "
+        f"rounds of {algorithm.rounds.length} steps are too long for the learning rate; the number does not tell which. "
+        f"Shorter rounds (period=) help with both, a lower rate with the latter; where the data has to differ, {pull}."
+    )
