@@ -17,6 +17,7 @@ from lightning_cocod.algorithms import (
     PostLocalSGD,
     Schedule,
     SlowMo,
+    StreamingDiLoCo,
     WarmUp,
     When,
 )
@@ -33,6 +34,7 @@ from lightning_cocod.strategies import (
     PipeSGDStrategy,
     PostLocalSGDStrategy,
     SlowMoStrategy,
+    StreamingDiLoCoStrategy,
     register,
 )
 from lightning_cocod.telemetry import CommunicationMonitor, CommunicationTrace
@@ -72,6 +74,8 @@ __all__ = [
     "Schedule",
     "SlowMo",
     "SlowMoStrategy",
+    "StreamingDiLoCo",
+    "StreamingDiLoCoStrategy",
     "WarmUp",
     "When",
 ]

@@ -26,7 +26,10 @@ from lightning_cocod.workloads import InputError
 COMMAND = [sys.executable, "-m", "lightning_cocod.cli.train"]
 TINY = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
 LIMIT = 240  # seconds until a run counts as hung; on two busy cores a sweep of three jobs took 80
-NAMES = "co2, cocod, dc_s3gd, ddp, diloco, eager_diloco, local_sgd, overlap_local_sgd, pipe_sgd, post_local_sgd, slowmo"
+NAMES = (
+    "co2, cocod, dc_s3gd, ddp, diloco, eager_diloco, local_sgd, overlap_local_sgd, pipe_sgd, post_local_sgd, slowmo, "
+    "streaming_diloco"
+)
 
 
 def environment(folder: Path) -> dict[str, str]:

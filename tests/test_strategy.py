@@ -45,6 +45,8 @@ from lightning_cocod import (
     PostLocalSGDStrategy,
     SlowMo,
     SlowMoStrategy,
+    StreamingDiLoCo,
+    StreamingDiLoCoStrategy,
 )
 
 
@@ -146,6 +148,7 @@ LOOPS = {
         (OverlapLocalSGD, OverlapLocalSGDStrategy),
         (partial(PostLocalSGD, warmup_steps=4), partial(PostLocalSGDStrategy, warmup_steps=4)),
         (SlowMo, SlowMoStrategy),
+        (StreamingDiLoCo, StreamingDiLoCoStrategy),
     ]
 } | {name(PipeSGDStrategy): (PipeSGD, PipeSGDStrategy)}
 

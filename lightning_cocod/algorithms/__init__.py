@@ -11,6 +11,7 @@ from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
 from lightning_cocod.algorithms.pipe_sgd import PipeSGD
 from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
 from lightning_cocod.algorithms.slowmo import SlowMo
+from lightning_cocod.algorithms.streaming_diloco import StreamingDiLoCo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "PostLocalSGD",
     "Schedule",
     "SlowMo",
+    "StreamingDiLoCo",
     "WarmUp",
     "When",
 ]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cocod.algorithms.delay import Delay
 from lightning_cocod.algorithms.options import below_one, nonnegative
-from lightning_cocod.algorithms.outer import Delay, OuterRounds
+from lightning_cocod.algorithms.outer import OuterRounds
 from lightning_cocod.algorithms.when import When
 
 

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cocod.algorithms.delay import Delay
 from lightning_cocod.algorithms.diloco import nesterov
-from lightning_cocod.algorithms.outer import Delay, OuterRounds
+from lightning_cocod.algorithms.outer import OuterRounds
 from lightning_cocod.algorithms.when import When
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,32 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
-from lightning_cocod.algorithms.options import flag, nonnegative
+from lightning_cocod.algorithms.delay import Delay, Lag
+from lightning_cocod.algorithms.fragment import Fragment
+from lightning_cocod.algorithms.fragmentation import Fragments, assign, checked
+from lightning_cocod.algorithms.lost_steps import warn_of_lost_steps
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
-from lightning_cocod.comm.buckets import Buffer
 from lightning_cocod.comm.ledger import Reading
-from lightning_cocod.comm.norms import norm
-
-_log = logging.getLogger(__name__)
 
 NO_SKIP = 'on_nonfinite="skip" does not go together with a delayed outer optimizer: use "raise", or cocod'
-
-
-class Delay:
-    """The mean of a round is waited for one round later.
-
-    Args:
-        own: a ≥ 0, the weight of a worker's own, fresh term; the worker's weight in the mean by default.
-        overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
-
-    Raises:
-        ValueError: an option out of range.
-    """
-
-    def __init__(self, own: float | None = None, *, overlap: bool = True) -> None:
-        self.own = None if own is None else nonnegative("own", own)
-        self.overlap = flag("overlap", overlap)
 
 
 class OuterRounds(Algorithm):
@@ -48,16 +30,21 @@ class OuterRounds(Algorithm):
         every step:       x_i ← x_i + U(g(x_i))
         t = k, 2k, …:     Δ_i ← θ_i − x_i
                           G ← Δ̄                                      # blocking, or
-                          G ← a Δ_i + [Δ̄′ − a Δ_i′] ;  Δ̄ async       # delayed: ′ is the round before
+                          G ← a Δ_i + [Δ̄′ − a Δ_i′] ;  Δ̄ async       # Delay: ′ is the round before
                           θ_i ← θ_i + V(G) ;  x_i ← θ_i
 
     The parts compose: the outer optimizer, the delay, and the weight a of the worker's own, fresh term. CoCoD is the member
-    with V(G) = −G, the delay, and a = 1. Where nothing is delayed all θ_i are equal, and a plays no part.
+    with V(G) = −G, the delay, and a = 1. Where nothing is delayed all θ_i are equal, and a plays no part. With a ``Lag`` the
+    same happens τ steps after the launch, and x_i ← α x_i + (1 − α) θ. (Blocking is τ = α = 0.)
+
+    Each fragment of the parameters has rounds of its own, of the same length: of P, number p = 1 … P ends its rounds
+    ⌈p k / P⌉ steps after those that the period counts begin, so its first one is that short, and the last fragment keeps the
+    period's time.
 
     The consensus model is the mean of the θ_i. It has neither the local steps of the round under way nor a mean in flight,
     and so has the model at the end: let the number of steps be a multiple of k. Replacing all weights in mid-training
     (``rewriting``) begins anew, with an outer optimizer that has not stepped. Memory beyond the parameters: θ, what the
-    outer optimizer keeps, with the delay a message; where a round ends, Δ, and with the delay G.
+    outer optimizer keeps, with the delay a message; where a round of a fragment ends, Δ, and with the delay G.
 
     With the delay only displacements travel. In half precision the θ_i drift apart by rounding unless a = 0, and nothing
     pulls them together: train float32 parameters, under autocast if need be.
@@ -67,13 +54,15 @@ class OuterRounds(Algorithm):
         optimizer: one or several torch optimizers over its parameters.
         period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         outer: makes the outer optimizer, given groups of tensors, one for each group of the user's.
-        delay: see ``Delay``; blocking by default.
+        delay: see ``Delay`` and ``Lag``; blocking by default.
+        fragments: how many (see ``assign``), or for each the names of its modules.
         weights: of the workers in every mean, in any scale. Equal by default.
         warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
         **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
 
     Raises:
-        ValueError: an option out of range, or ``on_nonfinite="skip"`` with the delay: nothing replaces a worker's own term.
+        ValueError: an option out of range, or ``on_nonfinite="skip"`` with a ``Delay``: nothing replaces a worker's own
+            term.
     """
 
     def __init__(
@@ -83,98 +72,103 @@ class OuterRounds(Algorithm):
         period: int | Mapping[int, int] | When,
         *,
         outer: Callable[[list[dict[str, Any]]], Optimizer],
-        delay: Delay | None = None,
+        delay: Delay | Lag | None = None,
+        fragments: Fragments = 1,
         weights: Sequence[float] | None = None,
         warmup_steps: int = 0,
         **shared: Any,
     ) -> None:
         super().__init__(model, optimizer, when=as_when(period, warmup_steps), weights=weights, **shared)
-        self.make_outer, self.delay = outer, delay
-        if delay is not None and self.skip_nonfinite:
+        self.make_outer, self.delay, self.cut = outer, delay or Lag(), checked(fragments)
+        if isinstance(delay, Delay) and self.skip_nonfinite:
             raise ValueError(NO_SKIP)
+        self.fragments: list[Fragment] = []
         self._forget()
 
-    def _forget(self) -> None:
-        self.θ: dict[nn.Parameter, Tensor] = {}
-        self.outer: Optimizer | None = None
-        self.D: Buffer | None = None
-        self.A: Message | None = None
-        self._sent = 0  # tensors in D
-        self._staleness = 0
-        self._ended = 0  # step at which the last round ended
+    @property
+    def θ(self) -> dict[nn.Parameter, Tensor]:
+        """The outer parameters."""
+        return {p: θ_p for fragment in self.fragments for p, θ_p in fragment.θ.items()}
+
+    @property
+    def A(self) -> Message | None:  # noqa: N802  # the papers' name
+        """A message that may be in flight."""
+        return next((fragment.A for fragment in self.fragments if fragment.A is not None), None)
 
     def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0, θ_i ← x_i."""
         super().start(broadcast=broadcast)
         self._forget()
-        self.rounds.ends, self._ended = None, self.t
+        self._divide(assign(self.model, self._parameters(), self.cut))
+        self.rounds.ends = None
         self._at_boundary()
 
     def after_step(self) -> None:
-        """Merge where a round ends."""
+        """Merge what is due, and end the rounds that end."""
         super().after_step()
-        if not self.θ:  # synchronous so far
-            self._ended = self.t
+        for fragment in self.fragments:
+            if not fragment.θ:  # synchronous so far
+                fragment.ended = self.t
         self._at_boundary()
 
     def finish(self) -> None:
         """Every replica becomes the mean of the θ_i."""
-        warn_of_lost_steps(self, self._ended)
+        warn_of_lost_steps(self, *(fragment.ended for fragment in self.fragments))
         super().finish()
         self._forget()
 
+    def _forget(self) -> None:
+        self._divide({})
+        self.outer: Optimizer | None = None
+        self._staleness = 0
+
+    def _divide(self, of: dict[nn.Parameter, int]) -> None:
+        self._of = of
+        self.fragments = [Fragment(self.t) for _ in range(1 + max(of.values(), default=0))]
+
+    # Rounds
+
     def _at_boundary(self) -> None:
-        begun = self.rounds.ends is not None
-        if self.rounds.begin(self.t):
+        """Fragment by fragment, on all ranks alike: what arrives is merged, then what has been found is sent."""
+        self._merge(self.fragments)
+        if self.when.synchronous(self.t):
+            return
+        ending = [fragment for fragment in self.fragments if fragment.ends is not None and self.t >= fragment.ends]
+        first = self.rounds.ends is None
+        if not (first or ending):
+            return
+        if begins := self.rounds.begin(self.t):
             self.begin_round()
-            if self.θ:
-                self._merge()
-            self._ended = self.t
-            self._take_in(apart=begun)
+        elif ending:
+            self.x, self.weights = self._parameters(), self._round_weights
+        joined = self.fragments if first else ending  # by parameters that are new
+        self.x = [p for p in self.x if (fragment := self._fragment_of(p)) in joined or p in fragment.θ]
+        for fragment in ending:
+            fragment.ends = None
+            if fragment.θ:
+                self.delay.end(self, fragment)
+        if ending and isinstance(self.delay, Lag):
+            self.weights = self._round_weights  # nothing is remembered of the round before
+        self._merge(ending)
+        for fragment in joined:
+            self._take_in(fragment, apart=not first)
+        if begins and self.rounds.length is not None:
+            for p, fragment in enumerate(self.fragments, start=1):
+                fragment.ends = self.t - (-p * self.rounds.length // len(self.fragments))
 
-    @torch.no_grad()
-    def _merge(self) -> None:
-        """G ; θ ← θ + V(G) ; x ← θ."""
-        x, θ = [p.detach() for p in self.θ], list(self.θ.values())
-        Δ = list(torch._foreach_sub(θ, x))
-        left_out: tuple[int, ...] = ()
-        if self.delay is None:
-            G, left_out = Δ, self._average(Δ, x)
-        else:
-            G = self._late(Δ, x, self.delay)
-        self.outer_step(θ, G)
-        torch._foreach_copy_(x, θ)
-        self.repair(left_out)
+    def _merge(self, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            if fragment.arrives == self.t and isinstance(self.delay, Lag):
+                self.delay.merge(self, fragment)
 
-    def _average(self, Δ: list[Tensor], x: list[Tensor]) -> tuple[int, ...]:
-        """Δ ← Δ̄, waited for. Returns the ranks that it is a mean without."""
-        if self.comm.world_size > 1:
-            self._merged = self.comm.mean_(Δ, self.w, self.subject("round"), measured=True, relative_to=norm(x))
-            self._merged.wait()
-        self.weights = self._round_weights  # nothing is in flight
-        return () if self._merged is None else self._merged.left_out
+    def merged(self, fragment: Fragment, *, of: int) -> None:
+        """What a fragment has waited for is that of the round which ended at this step."""
+        self._merged, self._staleness = fragment.A or self._merged, self.t - of
+        fragment.ended = of
 
-    def _late(self, Δ: list[Tensor], x: list[Tensor], delay: Delay) -> list[Tensor]:
-        """a Δ_i + [Δ̄′ − a Δ_i′], and the launch of Δ̄."""
-        a = self.w if delay.own is None else delay.own
-        G = list(torch._foreach_mul(Δ, a))
-        if self.D is not None:
-            if self.A is not None:
-                self.A.wait()
-                self._merged, self._staleness = self.A, self.t - self.A.step
-            self.D.add_to(G[: self._sent], keep=False)  # parameters that are new since then come last
-        layout = self.comm.layout(Δ)
-        if self.D is None or self.D.layout is not layout:
-            self.D = layout.buffer()
-        self.D.copy_(Δ, keep=False)
-        self._sent = len(Δ)
-        if self.comm.world_size == 1:  # Δ̄ = Δ
-            torch._foreach_mul_(self.D.buckets, 1 - a)
-            return G
-        self.A = self.comm.correction_(self.D, self.w, self.subject("round"), own=a, relative_to=norm(x))
-        if not delay.overlap:
-            self.A.wait()
-        return G
+    def says(self, Δ: list[Tensor]) -> list[Tensor]:
+        """What travels with a ``Lag``: Δ, and what an algorithm adds. Every part becomes its mean in place."""
+        return Δ
 
     def outer_step(self, θ: list[Tensor], G: list[Tensor]) -> None:
         """θ ← θ + V(G)."""
@@ -184,25 +178,32 @@ class OuterRounds(Algorithm):
         self.outer.step()
         self.outer.zero_grad(set_to_none=True)
 
-    def _take_in(self, *, apart: bool) -> None:
+    # Parameters
+
+    def _fragment_of(self, p: nn.Parameter) -> Fragment:
+        """The last one, if the optimizers have it and the model has not."""
+        return self.fragments[self._of.get(p, -1)]
+
+    def _take_in(self, fragment: Fragment, *, apart: bool) -> None:
         """θ ← x for parameters that are new. Where the workers have moved them apart, θ, x ← Σ_j w_j x_j."""
-        new = [p for p in self.x if p not in self.θ]
+        new = [p for p in self.x if self._fragment_of(p) is fragment and p not in fragment.θ]
         if new and apart and self.comm.world_size > 1:
             mean = self.comm.mean_([p.detach() for p in new], self.w, self.subject("new parameters"))
             mean.wait()
             self.repair(mean.left_out)
-        self._add(new)
+        self._add(fragment, new)
 
-    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _add(self, fragment: Fragment, parameters: Sequence[nn.Parameter]) -> None:
         """θ ← x for these, in the outer optimizer's group that belongs to theirs."""
-        new = {p: p.detach().clone(memory_format=torch.preserve_format) for p in parameters}
-        self.θ.update(new)
-        rest = dict(self.θ)  # a parameter of two optimizers counts once
+        fragment.θ.update({p: p.detach().clone(memory_format=torch.preserve_format) for p in parameters})
+        rest = self.θ  # a parameter of two optimizers counts once
+        if not rest:
+            return
         groups = [
             [rest.pop(p) for p in group["params"] if p in rest] for opt in self.optimizers for group in opt.param_groups
         ]
         if self.outer is None:
-            self.outer = self.make_outer([{"params": group} for group in groups]) if self.θ else None
+            self.outer = self.make_outer([{"params": group} for group in groups])
             return
         while len(self.outer.param_groups) < len(groups):
             self.outer.add_param_group({"params": []})
@@ -210,45 +211,49 @@ class OuterRounds(Algorithm):
             outer["params"] = group
 
     def _pending_correction(self) -> Callable[[], None] | None:
-        θ = dict(self.θ)
+        return self.fold if self.θ else None
 
-        def fold() -> None:
-            torch._foreach_copy_([p.detach() for p in θ], list(θ.values()))
-
-        return fold if θ else None
+    @torch.no_grad()
+    def fold(self) -> None:
+        """x ← θ, all of them."""
+        for fragment in self.fragments:
+            fragment.fold()
 
     def state_dict(self) -> dict[str, Any]:
-        """Adds θ, what the outer optimizer keeps of each, and the drained message in flight."""
-        if self.A is not None:
-            self.A.wait(counted=False)
+        """Adds what the fragments hold, with the drained messages in flight, and what the outer optimizer keeps."""
         numbers = {p: number for number, p in enumerate(self._members())}
         kept = {} if self.outer is None else self.outer.state
         return {
             **super().state_dict(),
-            "theta": {numbers[p]: θ_p.clone() for p, θ_p in self.θ.items()},
+            "cut": self.cut,
+            "fragment_of": [self._of.get(p, 0) for p in self.model.parameters()],
+            "fragments": [fragment.state_dict(numbers) for fragment in self.fragments],
             "outer": {numbers[p]: _copy(kept[θ_p]) for p, θ_p in self.θ.items() if θ_p in kept},
-            "message": None if self.D is None else [bucket.clone() for bucket in self.D.buckets],
-            "sent": self._sent,
-            "ended": self._ended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with θ, the outer optimizer's state and the message that was in flight. Its options are this object's."""
+        """Continue with θ, the outer optimizer's state and what was in flight. Its options are this object's.
+
+        Raises:
+            ValueError: the state of another number of workers, or with other fragments.
+        """
         super().load_state_dict(state)
+        if state["cut"] != self.cut:
+            raise ValueError(
+                f"this state has fragments={state['cut']}, not {self.cut}: set that, or continue from the consensus model"
+            )
         members = self._members()
         self._forget()
-        self._ended, self._sent = state["ended"], state["sent"]
-        self._add([members[number] for number in state["theta"]])
-        for number, value in state["theta"].items():
-            self.θ[members[number]].copy_(value)
+        self._divide(dict(zip(self.model.parameters(), state["fragment_of"], strict=True)))
+        for fragment, its in zip(self.fragments, state["fragments"], strict=True):
+            self._add(fragment, [members[number] for number in its["theta"]])
+            about = list(fragment.θ.values())[: its["sent"]]
+            fragment.load_state_dict(its, self.comm.layout(about).buffer() if isinstance(self.delay, Delay) else None)
         if self.outer is not None:
+            θ = self.θ
             for number, kept in state["outer"].items():
-                θ_p = self.θ[members[number]]
+                θ_p = θ[members[number]]
                 self.outer.state[θ_p] = _copy(kept, θ_p.device)
-        if state["message"] is not None:
-            self.D = self.comm.layout(list(self.θ.values())[: self._sent]).buffer()
-            for bucket, value in zip(self.D.buckets, state["message"], strict=True):
-                bucket.copy_(value)
 
     def metrics(self, since: Reading | None = None) -> dict[str, float]:
         """Adds the staleness of the last merge: steps between the end of its round and its merging."""
@@ -258,14 +263,3 @@ class OuterRounds(Algorithm):
 def _copy(state: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """With copies of the tensors, on a device if one is given."""
     return {k: v.to(device or v.device, copy=True) if isinstance(v, Tensor) else v for k, v in state.items()}
-
-
-def warn_of_lost_steps(algorithm: Algorithm, ended: int) -> None:
-    """At the end, where the model is that of the step at which the last round ended."""
-    if algorithm.started and algorithm.t > ended and algorithm.comm.rank == 0:
-        _log.warning(
-            "the last %d steps are not in the model of %s, which is that of the end of a round: train a multiple of the "
-            "period's steps",
-            algorithm.t - ended,
-            algorithm.name,
-        )

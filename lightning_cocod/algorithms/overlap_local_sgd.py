@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.lost_steps import warn_of_lost_steps
 from lightning_cocod.algorithms.options import below_one, flag, share
-from lightning_cocod.algorithms.outer import warn_of_lost_steps
 from lightning_cocod.algorithms.residuals import Residuals
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message

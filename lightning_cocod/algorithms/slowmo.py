@@ -71,23 +71,21 @@ class SlowMo(OuterRounds):
             for group, options in enumerate(optimizer.param_groups):
                 self._rates.setdefault((number, group), []).append(float(options["lr"]))
 
-    def _average(self, Δ: list[Tensor], x: list[Tensor]) -> tuple[int, ...]:
-        """Δ̄, and with it the workers' mean γ of every group: a scaler may have skipped steps on some."""
+    def says(self, Δ: list[Tensor]) -> list[Tensor]:
+        """Δ, and with it the workers' mean γ of every group: a scaler may have skipped steps on some."""
         γ = []
         for number, opt in enumerate(self.optimizers):
             for group, options in enumerate(opt.param_groups):
                 rates = self._rates.get((number, group)) or [float(options["lr"])]
                 γ.append(sum(rates) / len(rates))
-        mean = torch.tensor(γ, dtype=torch.float64, device=self.comm.device)
-        left_out = super()._average([*Δ, mean], x)
-        self._γ, self._rates = mean.tolist(), {}
-        return left_out
+        self._γ, self._rates = torch.tensor(γ, dtype=torch.float64, device=self.comm.device), {}
+        return [*Δ, self._γ]
 
     def outer_step(self, θ: list[Tensor], G: list[Tensor]) -> None:
         """u ← β u + G / γ ; x_0 ← x_0 − α γ u: a step of SGD with the gradient G / γ and the rate α γ."""
         assert self.outer is not None  # made with x_0
         gradient = dict(zip(θ, G, strict=True))
-        for γ, group in zip(self._γ, self.outer.param_groups, strict=False):
+        for γ, group in zip(self._γ.tolist(), self.outer.param_groups, strict=False):
             group["lr"] = self.α * γ
             if group["params"]:
                 torch._foreach_div_([gradient[x_0] for x_0 in group["params"]], γ or torch.inf)

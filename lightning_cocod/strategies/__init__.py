@@ -13,6 +13,7 @@ from lightning_cocod.strategies.overlap_local_sgd import OverlapLocalSGDStrategy
 from lightning_cocod.strategies.pipe_sgd import PipeSGDStrategy
 from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
 from lightning_cocod.strategies.slowmo import SlowMoStrategy
+from lightning_cocod.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     CO2Strategy,
@@ -25,6 +26,7 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     PipeSGDStrategy,
     PostLocalSGDStrategy,
     SlowMoStrategy,
+    StreamingDiLoCoStrategy,
 )
 """All strategies of the package."""
 
@@ -48,5 +50,6 @@ __all__ = [
     "PipeSGDStrategy",
     "PostLocalSGDStrategy",
     "SlowMoStrategy",
+    "StreamingDiLoCoStrategy",
     "register",
 ]

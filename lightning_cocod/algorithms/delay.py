@@ -1,0 +1,127 @@
+"""When the mean of a round's displacements is merged: some steps after its end, or a round later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_cocod.algorithms.fragment import Fragment
+from lightning_cocod.algorithms.options import below_one, flag, nonnegative, whole
+from lightning_cocod.comm.buckets import Buffer
+from lightning_cocod.comm.norms import norm
+
+if TYPE_CHECKING:
+    from lightning_cocod.algorithms.outer import OuterRounds
+
+
+class Lag:
+    """The mean of a round is merged τ steps after its end, or at the end of the next round if that comes first.
+
+    A replica keeps a part of what it has, so of the steps that it has made since the launch::
+
+        end of a round:   Δ_i ← θ − x_i ;  Δ̄ ← async Σ_j w_j Δ_j
+        τ steps later:    θ ← θ + V(Δ̄) ;  x_i ← α x_i + (1 − α) θ
+
+    θ is the same on all ranks. A rank that is left out of a mean takes in θ for all its parameters.
+
+    Args:
+        steps: τ ≥ 0; 0 waits for it.
+        keep: 0 ≤ α < 1.
+        overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    def __init__(self, steps: int = 0, keep: float = 0.0, *, overlap: bool = True) -> None:
+        self.steps = whole("delay", steps, least=0)
+        self.keep = below_one("keep", keep)
+        self.overlap = flag("overlap", overlap)
+
+    @torch.no_grad()
+    def end(self, rounds: OuterRounds, fragment: Fragment) -> None:
+        """Δ ← θ − x, and the launch of Δ̄."""
+        if fragment.arrives is not None:
+            self.merge(rounds, fragment)
+        Δ = fragment.displacement()
+        fragment.D, fragment.sent, fragment.arrives = Δ, len(Δ), rounds.t + self.steps
+        said = rounds.says(Δ)
+        if rounds.comm.world_size > 1:
+            subject, size = rounds.subject("round"), norm(fragment.x)
+            fragment.A = rounds.comm.mean_(said, rounds.w, subject, measured=True, relative_to=size)
+            if not self.overlap:
+                fragment.A.wait()
+
+    @torch.no_grad()
+    def merge(self, rounds: OuterRounds, fragment: Fragment) -> None:
+        """θ ← θ + V(Δ̄) ; x ← α x + (1 − α) θ."""
+        assert fragment.arrives is not None
+        assert isinstance(fragment.D, list)
+        fragment.drain()
+        rounds.merged(fragment, of=fragment.arrives - self.steps)
+        θ, x, left_out = fragment.about(), fragment.x[: fragment.sent], fragment.left_out
+        rounds.outer_step(θ, fragment.D)
+        if rounds.comm.rank in left_out:
+            rounds.fold()
+        elif self.keep:
+            torch._foreach_lerp_(x, θ, 1 - self.keep)
+        else:
+            torch._foreach_copy_(x, θ)
+        fragment.D, fragment.A, fragment.arrives, fragment.left_out = None, None, None, ()
+        rounds.repair(left_out)
+
+
+class Delay:
+    """The mean of a round is waited for one round later; until then a worker goes by its own part of it.
+
+    ′ is the round before::
+
+        end of a round:   Δ_i ← θ_i − x_i
+                          G_i ← a Δ_i + [Δ̄′ − a Δ_i′] ;  Δ̄ ← async Σ_j w_j Δ_j
+                          θ_i ← θ_i + V(G_i) ;  x_i ← θ_i
+
+    Args:
+        own: a ≥ 0, the weight of a worker's own, fresh term; the worker's weight in the mean by default.
+        overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    def __init__(self, own: float | None = None, *, overlap: bool = True) -> None:
+        self.own = None if own is None else nonnegative("own", own)
+        self.overlap = flag("overlap", overlap)
+
+    @torch.no_grad()
+    def end(self, rounds: OuterRounds, fragment: Fragment) -> None:
+        """G, the launch of Δ̄, θ ← θ + V(G) and x ← θ."""
+        G = self._late(rounds, fragment, fragment.displacement())
+        rounds.outer_step(list(fragment.θ.values()), G)
+        fragment.fold()
+        fragment.ended = rounds.t
+
+    def _late(self, rounds: OuterRounds, fragment: Fragment, Δ: list[Tensor]) -> list[Tensor]:
+        """a Δ_i + [Δ̄′ − a Δ_i′], and the launch of Δ̄."""
+        a = rounds.w if self.own is None else self.own
+        G = list(torch._foreach_mul(Δ, a))
+        D = fragment.D if isinstance(fragment.D, Buffer) else None
+        if D is not None:
+            fragment.drain()
+            if fragment.A is not None:
+                rounds.merged(fragment, of=fragment.A.step)
+            D.add_to(G[: fragment.sent], keep=False)  # parameters that are new since then come last
+        layout = rounds.comm.layout(Δ)
+        if D is None or D.layout is not layout:
+            D = layout.buffer()
+        D.copy_(Δ, keep=False)
+        fragment.D, fragment.sent = D, len(Δ)
+        if rounds.comm.world_size == 1:  # Δ̄ = Δ
+            torch._foreach_mul_(D.buckets, 1 - a)
+            return G
+        subject, size = rounds.subject("round"), norm(fragment.x)
+        fragment.A = rounds.comm.correction_(D, rounds.w, subject, own=a, relative_to=size)
+        if not self.overlap:
+            fragment.A.wait()
+        return G
