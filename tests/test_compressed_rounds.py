@@ -24,7 +24,19 @@ from test_cocod import (
 )
 from torch import nn
 
-from lightning_cocod import DCS3GD, CoCoD, LocalSGD, MessageMismatch, OverlapLocalSGD, PipeSGD
+from lightning_cocod import (
+    CO2,
+    DCS3GD,
+    CoCoD,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    MessageMismatch,
+    OverlapLocalSGD,
+    PipeSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from lightning_cocod.comm import compressed
 from lightning_cocod.compression import CODECS, Codec
 
@@ -164,6 +176,36 @@ def piped(n, w, *, momentum=0.0, weight_decay=0.0, feeds=True):
     return np.stack(path)
 
 
+def outer(n, k, w, *, momentum=0.0, weight_decay=0.0, late=False, feeds=True, η=0.5, β=0.6):
+    """x_i(t) of DiLoCo, or of Eager DiLoCo if it is `late`."""
+    x, v = np.tile(X0, (n, 1)), np.zeros((n, len(X0)))
+    θ, m, e, before, path = x, 0 * x, 0 * x, 0 * x, []
+    for t in range(STEPS + 1):
+        if t > 0 and t % k == 0:
+            Δ = θ - x
+            p = Δ + e if late else Δ
+            c, A = encoded(p, w)
+            e = p - c if feeds else e
+            G = w[:, None] * Δ + before if late else np.tile(A, (n, 1))
+            before = A - w[:, None] * c
+            m = β * m + G
+            θ = θ - η * (G + β * m)
+            x = θ if late else θ - e
+        path.append(x)
+        v = momentum * v + gradients(x, *problems(n)) + weight_decay * x
+        x = x - LR * v
+    return np.stack(path)
+
+
+OUTER = {"outer_lr": 0.5, "outer_momentum": 0.6}
+FAMILY = {
+    "diloco": {"algorithm": DiLoCo, "period": 3, **OUTER},
+    "eager": {"algorithm": EagerDiLoCo, "period": 3, **OUTER},
+    "co2": {"algorithm": CO2, "period": 3},
+    "slowmo": {"algorithm": SlowMo, "period": 3},
+    "streaming": {"algorithm": StreamingDiLoCo, "period": 4, "delay": 2, "keep": 0.5},
+}
+"""Rounds with an outer optimizer."""
 BOTH = {"unequal": True, "sgd": HEAVY}
 CONFIGURATIONS = {
     "coarse": {"algorithm": CoCoD, "period": 3, "compression": Coarse()},
@@ -193,6 +235,15 @@ CONFIGURATIONS = {
     "piped resumed": {"algorithm": PipeSGD, **BOTH, "compression": Coarse(), "resume_at": 8},
     "piped whole": {"algorithm": PipeSGD, **BOTH, "compression": Whole()},
     "piped without": {"algorithm": PipeSGD, **BOTH},
+    **{f"{name} without": {**options, **BOTH} for name, options in FAMILY.items()},
+    **{f"{name} whole": {**options, **BOTH, "compression": Whole()} for name, options in FAMILY.items()},
+    **{name: {**options, **BOTH, "compression": Coarse()} for name, options in FAMILY.items()},
+    **{f"{name} resumed": {**options, **BOTH, "compression": Coarse(), "resume_at": 9} for name, options in FAMILY.items()},
+    **{
+        f"{name} evaluated": {**options, **BOTH, "compression": Coarse(), "evaluate": (3, 6)}
+        for name, options in FAMILY.items()
+    },
+    "eager waiting": {**FAMILY["eager"], **BOTH, "compression": Coarse(), "overlap": False},
     "compensated": {"algorithm": DCS3GD, "period": 1, **BOTH, "compression": Whole()},
     "compensated without": {"algorithm": DCS3GD, "period": 1, **BOTH},
 }
@@ -235,8 +286,19 @@ def test_the_path_of_late_gradients_is_that_of_the_equations_with_error_feedback
     assert distance(piped(n, weights(n, "piped"), **HEAVY, feeds=False), x) > 1e-3
 
 
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", ["diloco", "eager"])
+def test_the_path_of_an_outer_optimizer_is_that_of_the_equations_with_what_was_dropped(n, name):
+    x = outer(n, 3, weights(n, name), **HEAVY, late=name == "eager")
+    assert distance(positions(paths(n)[name]), x) < 1e-6
+    assert distance(outer(n, 3, weights(n, name), **HEAVY, late=name == "eager", feeds=False), x) > 1e-3
+
+
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("name", ["whole", "warm-up", "local whole", "anchored whole", "piped whole", "compensated"])
+@pytest.mark.parametrize(
+    "name",
+    ["whole", "warm-up", "local whole", "anchored whole", "piped whole", "compensated", *(f"{m} whole" for m in FAMILY)],
+)
 def test_a_codec_that_drops_nothing_changes_nothing(n, name):
     without = {"whole": "without", "warm-up": "warm-up without"}.get(name, name.replace("whole", "without"))
     without = "compensated without" if name == "compensated" else without
@@ -292,6 +354,8 @@ def test_it_would_not_if_the_owner_of_a_shard_forgot_what_it_dropped(n):
         ("piped waiting", "piped"),
         ("piped resumed", "piped"),
         ("anchored waiting", "anchored"),
+        ("eager waiting", "eager"),
+        *((f"{name} {what}", name) for name in FAMILY for what in ("resumed", "evaluated")),
         ("anchored resumed", "anchored"),
         ("anchored evaluated", "anchored"),
     ],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_cocod.algorithms.fragment import Fragment
 from lightning_cocod.algorithms.options import below_one, flag, nonnegative, whole
+from lightning_cocod.comm import Message
 from lightning_cocod.comm.buckets import Buffer
 from lightning_cocod.comm.norms import norm
 
@@ -24,7 +25,8 @@ class Lag:
         end of a round:   Δ_i ← θ − x_i ;  Δ̄ ← async Σ_j w_j Δ_j
         τ steps later:    θ ← θ + V(Δ̄) ;  x_i ← α x_i + (1 − α) θ
 
-    θ is the same on all ranks. A rank that is left out of a mean takes in θ for all its parameters.
+    θ is the same on all ranks. A rank that is left out of a mean takes in θ for all its parameters. What a codec has
+    dropped, e_i, stays in θ − x_i, part of the next Δ_i: then x_i ← α x_i + (1 − α) (θ − e_i).
 
     Args:
         steps: τ ≥ 0; 0 waits for it.
@@ -49,27 +51,38 @@ class Lag:
         fragment.D, fragment.sent, fragment.arrives = Δ, len(Δ), rounds.t + self.steps
         said = rounds.says(Δ)
         if rounds.comm.world_size > 1:
-            subject, size = rounds.subject("round"), norm(fragment.x)
-            fragment.A = rounds.comm.mean_(said, rounds.w, subject, measured=True, relative_to=size)
+            fragment.A = self._launch(rounds, fragment, Δ, said)
             if not self.overlap:
                 fragment.A.wait()
+
+    def _launch(self, rounds: OuterRounds, fragment: Fragment, Δ: list[Tensor], said: list[Tensor]) -> Message:
+        """Δ̄ ← async Σ_j w_j Δ_j, and the same for what else is said."""
+        subject, size = rounds.subject("round"), norm(fragment.x)
+        if rounds.compression is None:
+            return rounds.comm.mean_(said, rounds.w, subject, measured=True, relative_to=size)
+        if beside := said[len(Δ) :]:
+            rounds.comm.mean_(beside, rounds.w, rounds.subject("beside the round"))  # has arrived when the other has
+        D = fragment.D = rounds.comm.layout(Δ).buffer()
+        D.copy_(Δ, keep=False)
+        fragment.e = Δ
+        return rounds.comm.compressed_mean_(D, Δ, rounds.compression, subject, relative_to=size)
 
     @torch.no_grad()
     def merge(self, rounds: OuterRounds, fragment: Fragment) -> None:
         """θ ← θ + V(Δ̄) ; x ← α x + (1 − α) θ."""
         assert fragment.arrives is not None
-        assert isinstance(fragment.D, list)
         fragment.drain()
         rounds.merged(fragment, of=fragment.arrives - self.steps)
         θ, x, left_out = fragment.about(), fragment.x[: fragment.sent], fragment.left_out
-        rounds.outer_step(θ, fragment.D)
+        rounds.outer_step(θ, fragment.arrived())
+        y = θ if fragment.e is None else list(torch._foreach_sub(θ, fragment.e))
         if rounds.comm.rank in left_out:
             rounds.fold()
         elif self.keep:
-            torch._foreach_lerp_(x, θ, 1 - self.keep)
+            torch._foreach_lerp_(x, y, 1 - self.keep)
         else:
-            torch._foreach_copy_(x, θ)
-        fragment.D, fragment.A, fragment.arrives, fragment.left_out = None, None, None, ()
+            torch._foreach_copy_(x, y)
+        fragment.D, fragment.e, fragment.A, fragment.arrives, fragment.left_out = None, None, None, None, ()
         rounds.repair(left_out)
 
 
@@ -81,6 +94,8 @@ class Delay:
         end of a round:   Δ_i ← θ_i − x_i
                           G_i ← a Δ_i + [Δ̄′ − a Δ_i′] ;  Δ̄ ← async Σ_j w_j Δ_j
                           θ_i ← θ_i + V(G_i) ;  x_i ← θ_i
+
+    With a codec Δ̄′ is the mean of codes and Δ_i′ this worker's own (see ``Residuals``).
 
     Args:
         own: a ≥ 0, the weight of a worker's own, fresh term; the worker's weight in the mean by default.
@@ -121,7 +136,10 @@ class Delay:
             torch._foreach_mul_(D.buckets, 1 - a)
             return G
         subject, size = rounds.subject("round"), norm(fragment.x)
-        fragment.A = rounds.comm.correction_(D, rounds.w, subject, own=a, relative_to=size)
+        if rounds.residuals is None:
+            fragment.A = rounds.comm.correction_(D, rounds.w, subject, own=a, relative_to=size)
+        else:
+            fragment.A = rounds.residuals.mean_(D, list(fragment.θ), subject, own=a, relative_to=size)
         if not self.overlap:
             fragment.A.wait()
         return G

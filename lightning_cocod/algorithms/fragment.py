@@ -18,6 +18,7 @@ class Fragment:
     Attributes:
         θ: the outer parameter of each, in the order in which they travel; those that join later come last.
         D: what has been sent, and what becomes of it in place: Δ, then Δ̄ (or Δ̄ − a Δ). None where nothing has been.
+        e: what the codec has dropped of D, where a worker keeps it in θ − x; None without a codec.
         A: its message; None where there is only one worker, or D is that of a run that is resumed.
         sent: how many of the parameters D is about.
         left_out: ranks that D is a mean without; known once it has arrived.
@@ -29,6 +30,7 @@ class Fragment:
     def __init__(self, t: int) -> None:
         self.θ: dict[nn.Parameter, Tensor] = {}
         self.D: list[Tensor] | Buffer | None = None
+        self.e: list[Tensor] | None = None
         self.A: Message | None = None
         self.sent = 0
         self.left_out: tuple[int, ...] = ()
@@ -63,6 +65,7 @@ class Fragment:
         return {
             "theta": {numbers[p]: θ_p.clone() for p, θ_p in self.θ.items()},
             "message": None if tensors is None else [t.clone() for t in tensors],
+            "dropped": None if self.e is None else [t.clone() for t in self.e],
             "sent": self.sent,
             "left_out": list(self.left_out),
             "clock": (self.ends, self.arrives, self.ended),
@@ -74,12 +77,24 @@ class Fragment:
             θ_p.copy_(value)
         self.sent, self.left_out = state["sent"], tuple(state["left_out"])
         self.ends, self.arrives, self.ended = state["clock"]
-        self.D, self.A = None, None
+        self.D, self.A, self.e = None, None, None
         if state["message"] is not None:
             tensors = D.buckets if D is not None else [torch.empty_like(θ_p) for θ_p in self.about()]
             for t, value in zip(tensors, state["message"], strict=True):
                 t.copy_(value)
             self.D = D if D is not None else tensors
+
+        if state["dropped"] is not None:
+            self.e = [torch.empty_like(θ_p).copy_(t) for θ_p, t in zip(self.about(), state["dropped"], strict=True)]
+
+    def arrived(self) -> list[Tensor]:
+        """D, once it has been drained, as a list."""
+        if not isinstance(self.D, Buffer):
+            assert self.D is not None
+            return self.D
+        D = [torch.empty_like(θ_p) for θ_p in self.about()]
+        self.D.copy_to(D, keep=False)
+        return D
 
     def about(self) -> list[Tensor]:
         """The outer parameters that D is about."""

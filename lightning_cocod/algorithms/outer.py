@@ -14,6 +14,7 @@ from lightning_cocod.algorithms.delay import Delay, Lag
 from lightning_cocod.algorithms.fragment import Fragment
 from lightning_cocod.algorithms.fragmentation import Fragments, assign, checked
 from lightning_cocod.algorithms.lost_steps import warn_of_lost_steps
+from lightning_cocod.algorithms.residuals import Residuals
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Message
 from lightning_cocod.comm.ledger import Reading
@@ -46,6 +47,9 @@ class OuterRounds(Algorithm):
     (``rewriting``) begins anew, with an outer optimizer that has not stepped. Memory beyond the parameters: θ, what the
     outer optimizer keeps, with the delay a message; where a round of a fragment ends, Δ, and with the delay G.
 
+    With ``compression`` the workers send codes of their Δ_i. What a codec drops stays in θ_i − x_i, and so in the next Δ_i,
+    or with a ``Delay`` in ``Residuals``: one more copy, and another two while a round ends.
+
     With the delay only displacements travel. In half precision the θ_i drift apart by rounding unless a = 0, and nothing
     pulls them together: train float32 parameters, under autocast if need be.
 
@@ -58,7 +62,7 @@ class OuterRounds(Algorithm):
         fragments: how many (see ``assign``), or for each the names of its modules.
         weights: of the workers in every mean, in any scale. Equal by default.
         warmup_steps: synchronous steps first, whose gradients are averaged before the optimizer's step.
-        **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+        **shared: ``compression``, ``on_nonfinite``, ``communicator``, … (see ``Algorithm``).
 
     Raises:
         ValueError: an option out of range, or ``on_nonfinite="skip"`` with a ``Delay``: nothing replaces a worker's own
@@ -82,6 +86,8 @@ class OuterRounds(Algorithm):
         self.make_outer, self.delay, self.cut = outer, delay or Lag(), checked(fragments)
         if isinstance(delay, Delay) and self.skip_nonfinite:
             raise ValueError(NO_SKIP)
+        late = isinstance(delay, Delay) and self.compression is not None
+        self.residuals = Residuals(self.comm, self.compression) if late and self.compression is not None else None
         self.fragments: list[Fragment] = []
         self._forget()
 
@@ -119,6 +125,8 @@ class OuterRounds(Algorithm):
 
     def _forget(self) -> None:
         self._divide({})
+        if self.residuals is not None:
+            self.residuals.forget()
         self.outer: Optimizer | None = None
         self._staleness = 0
 
@@ -228,6 +236,7 @@ class OuterRounds(Algorithm):
             "cut": self.cut,
             "fragment_of": [self._of.get(p, 0) for p in self.model.parameters()],
             "fragments": [fragment.state_dict(numbers) for fragment in self.fragments],
+            "residuals": None if self.residuals is None else self.residuals.state_dict(numbers),
             "outer": {numbers[p]: _copy(kept[θ_p]) for p, θ_p in self.θ.items() if θ_p in kept},
         }
 
@@ -248,7 +257,10 @@ class OuterRounds(Algorithm):
         for fragment, its in zip(self.fragments, state["fragments"], strict=True):
             self._add(fragment, [members[number] for number in its["theta"]])
             about = list(fragment.θ.values())[: its["sent"]]
-            fragment.load_state_dict(its, self.comm.layout(about).buffer() if isinstance(self.delay, Delay) else None)
+            buffered = isinstance(self.delay, Delay) or its["dropped"] is not None
+            fragment.load_state_dict(its, self.comm.layout(about).buffer() if buffered else None)
+        if self.residuals is not None:
+            self.residuals.load_state_dict(state["residuals"], members)
         if self.outer is not None:
             θ = self.θ
             for number, kept in state["outer"].items():
