@@ -5,6 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ os.environ["WANDB_MODE"] = "offline"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore it, and so would the ranks of tests
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("no_clock", deadline=None)
+hypothesis.settings.load_profile("no_clock")
 
 
 @pytest.fixture(scope="session", autouse=True)

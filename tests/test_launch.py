@@ -193,7 +193,7 @@ OUT_OF_RANGE = [
     {"timeout": 0},
     {"process_group_timeout": -1.0},
     {"connect_timeout": 0},
-    {"compression": "int8"},
+    {"compression": "int9"},
     {"on_nonfinite": "ignore"},
 ]
 
