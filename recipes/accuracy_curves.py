@@ -10,7 +10,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from table_and_plot import markdown, plot
 
 WINDOW = 3  # evaluations in a mean
 REFERENCE = "ddp"
@@ -66,13 +68,6 @@ def table(curves: Curves) -> list[tuple[str, ...]]:
     return rows
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table for a terminal and for a page."""
-    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    lines = [HEADER, ["-" * width for width in widths], *rows]
-    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-
-
 def save(folder: Path, curves: Curves) -> None:
     """The points, from which all else can be made again."""
     with (folder / "points.csv").open("w", newline="") as file:
@@ -102,25 +97,16 @@ def report(folder: Path, curves: Curves) -> None:
     """Print the table, and write it and the plot into the folder."""
     rows = table(curves)
     title = f"Target: {final(curves[REFERENCE]):.1%}, DDP's at its end.\n" if REFERENCE in curves else ""
-    text = f"{title}Accuracies are means of {WINDOW} evaluations.\n\n{markdown(rows)}\n"
+    text = f"{title}Accuracies are means of {WINDOW} evaluations.\n\n{markdown(HEADER, rows)}\n"
     print(f"\n{text}", flush=True)
     (folder / "table.md").write_text(text)
     with (folder / "table.csv").open("w", newline="") as file:
         csv.writer(file).writerows([HEADER, *rows])
-    try:
-        draw(folder / "curves.svg", curves)
-    except ImportError:
-        print("no plot: it needs matplotlib; install it and call this again with --plot", flush=True)
+    plot(folder / "curves.svg", lambda axes: draw(axes, curves))
 
 
-def draw(path: Path, curves: Curves) -> None:
+def draw(axes: Any, curves: Curves) -> None:
     """A line for each strategy, its single evaluations as dots, and the target."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, points in curves.items():
         means = smoothed(points)
         (line,) = axes.plot([p.seconds for p in means], [100 * p.accuracy for p in means], label=name)
@@ -130,5 +116,3 @@ def draw(path: Path, curves: Curves) -> None:
     axes.set(xlabel="seconds of training", ylabel="test accuracy (%)", xlim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    figure.savefig(path)
-    pyplot.close(figure)

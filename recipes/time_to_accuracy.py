@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import json
 import os
 import signal
@@ -31,119 +30,72 @@ from pathlib import Path
 from typing import Any
 
 import accuracy_curves as curves
+import cifar10_job
+import lightning as L
+import torch
 from accuracy_curves import Point
+from cifar10_job import Decoded, classifier, decode, strategy
 from lab import Lab, Link, NotPermitted
-
-IMAGES = "images.pt"
-
+from lightning.pytorch.strategies import Strategy
 
 # A rank
 
 
-def strategy(name: str, period: int | Mapping[int, int]) -> Any:
-    """The strategy of that name, with the period if it has one.
+class Clock(L.Callback):
+    """Runs while the job trains, and notes a point at every evaluation."""
 
-    Raises:
-        ValueError: nobody has that name, or the period is refused.
-    """
-    from lightning.pytorch.strategies import DDPStrategy
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self.job, self.seconds = job, 0.0
+        self.since: float | None = None
 
-    from lightning_cocod.strategies import STRATEGIES
+    def on_train_start(self, *_):
+        self.since = time.perf_counter()
 
-    known = {cls.registered_name: cls for cls in STRATEGIES}
-    if name == "ddp":
-        return DDPStrategy(process_group_backend="gloo")
-    if name not in known:
-        raise ValueError(f"there is no strategy {name!r}: choose from {', '.join(['ddp', *known])}")
-    options = {"period": period} if "period" in inspect.signature(known[name].__init__).parameters else {}
-    return known[name](**options)
+    def on_train_batch_start(self, *_):
+        self.since = time.perf_counter() if self.since is None else self.since
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step % self.job["every"] == 0:
+            self.seconds, self.since = self.seconds + time.perf_counter() - self.since, None
+
+    def on_validation_end(self, trainer, _):
+        if trainer.global_rank == 0:
+            accuracy = trainer.callback_metrics["val/acc"].item()
+            point = Point(trainer.global_step, round(self.seconds, 3), round(accuracy, 5))
+            with Path(self.job["points"]).open("a") as file:
+                file.write(json.dumps(point) + "\n")
+            print(f"{self.job['strategy']}: step {point.step}, {point.seconds:.0f} s, {point.accuracy:.1%}", flush=True)
 
 
 def train(job: Mapping[str, Any]) -> None:
     """One rank of one job. Rank 0 writes the points."""
-    import lightning as L
-    import torch
-
-    from lightning_cocod.workloads import ImageClassifier, ImageDataModule, resnet20
-    from lightning_cocod.workloads.cifar10 import MEAN, STD
-    from lightning_cocod.workloads.datamodule import Splits
-    from lightning_cocod.workloads.image_array import ImageArray
-    from lightning_cocod.workloads.schedules import cosine
-    from lightning_cocod.workloads.splits import stratified_split
-
-    class Decoded(ImageDataModule):
-        """The cached images; validation shows the fixed part of the test images."""
-
-        def load(self) -> Splits:
-            images, labels, test_images, test_labels = torch.load(Path(job["out"]) / IMAGES, mmap=True)
-            _, some = stratified_split(test_labels, job["test_images"] / len(test_labels), seed=0)
-            test = ImageArray(test_images[some], test_labels[some], MEAN, STD)
-            return Splits(ImageArray(images, labels, MEAN, STD, pad=4, flip=True), test, test)
-
-    class Clock(L.Callback):
-        """Runs while the job trains, and notes a point at every evaluation."""
-
-        seconds, since = 0.0, None
-
-        def on_train_start(self, *_):
-            self.since = time.perf_counter()
-
-        def on_train_batch_start(self, *_):
-            self.since = time.perf_counter() if self.since is None else self.since
-
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step % job["every"] == 0:
-                self.seconds, self.since = self.seconds + time.perf_counter() - self.since, None
-
-        def on_validation_end(self, trainer, _):
-            if trainer.global_rank == 0:
-                accuracy = trainer.callback_metrics["val/acc"].item()
-                point = Point(trainer.global_step, round(self.seconds, 3), round(accuracy, 5))
-                with Path(job["points"]).open("a") as file:
-                    file.write(json.dumps(point) + "\n")
-                print(f"{job['strategy']}: step {point.step}, {point.seconds:.0f} s, {point.accuracy:.1%}", flush=True)
-
     torch.set_num_threads(1)
     L.seed_everything(job["seed"], verbose=False)
     optimizer = functools.partial(torch.optim.SGD, lr=job["lr"], momentum=0.9, weight_decay=5e-4)
-    model = ImageClassifier(resnet20(), 10, optimizer, functools.partial(cosine, warmup_fraction=0.1))
-    trainer = L.Trainer(
-        strategy=strategy(job["strategy"], periods(job["period"])),
-        accelerator="cpu",
+    trainer = cifar10_job.trainer(
+        strategy=chosen(job["strategy"], job["period"]),
         num_nodes=job["ranks"],
         devices=1,
         max_epochs=-1,
         max_steps=job["steps"],
         val_check_interval=job["every"],
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        callbacks=[Clock()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[Clock(job)],
     )
-    trainer.fit(model, Decoded(job["batch_size"], num_workers=0))
+    data = Decoded(job["images"], job["batch_size"], job["test_images"])
+    trainer.fit(classifier(optimizer, warmup_fraction=0.1), data)
+
+
+def chosen(name: str, period: str) -> Strategy:
+    """The strategy of that name, with the period if it is not DDP.
+
+    Raises:
+        ValueError: nobody has that name, or the period is refused.
+    """
+    return strategy(name, **({} if name == "ddp" else {"period": periods(period)}))
 
 
 # The measurement
-
-
-def decode(data: Path, cache: Path) -> None:
-    """Decode all images once for all jobs, unless an earlier run has left them.
-
-    Raises:
-        InputError: there are no images of CIFAR-10.
-    """
-    import torch
-
-    from lightning_cocod.workloads import CIFAR10DataModule
-
-    if not cache.exists():
-        splits: Any = CIFAR10DataModule(data, augment=False).splits()
-        tensors = (splits.train.images, splits.train.labels, splits.test.images, splits.test.labels)
-        torch.save(tensors, cache.with_suffix(".part"))
-        cache.with_suffix(".part").rename(cache)  # whole or not at all
 
 
 def measure(job: Mapping[str, Any], rate: float | None, limit: float) -> list[Point]:
@@ -185,8 +137,8 @@ def wait(name: str, processes: Sequence[subprocess.Popen[str]], limit: float, lo
 def compare(options: argparse.Namespace) -> None:
     """All jobs, one after the other. What is finished when one fails is reported all the same."""
     options.out.mkdir(parents=True, exist_ok=True)
-    decode(options.data, options.out / IMAGES)
     job = {
+        "images": str(decode(options.data, options.out)),
         "out": str(options.out),
         "points": str(options.out / "points.part"),
         "test_images": options.test_images,
@@ -265,7 +217,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.rate = None if options.rate == "none" else float(options.rate)
         Lab([Link(options.rate, options.rate)] * options.ranks)  # the rates and ranks it would refuse
         for name in options.strategies:
-            strategy(name, periods(options.period))
+            chosen(name, options.period)
     except ValueError as error:
         parser.error(str(error))
     return options
