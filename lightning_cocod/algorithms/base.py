@@ -73,7 +73,7 @@ class Algorithm:
 
     name: ClassVar[str]
     """Registered name; announced in the header of every message."""
-    deterministic: ClassVar[bool] = True
+    deterministic: bool = True
     """Whether two equal runs are equal bit for bit."""
     may_skip_steps: ClassVar[bool] = True
     """Whether a rank may skip a step on its own, as a gradient scaler does. In synchronous warm-up steps none may."""
@@ -114,6 +114,7 @@ class Algorithm:
         self.weights = _normalised(weights, self.comm.world_size)
         """w of the message in flight, and so of the next merge."""
         self._round_weights = self._next_weights = self._given_weights = self.weights
+        self._step_sizes, self._round_sizes = self._no_sizes(), self._no_sizes()
         self.left_out: tuple[int, ...] = ()
         """Ranks whose replica the pending correction replaces; known once it has been drained."""
         self.apart = False
@@ -194,6 +195,7 @@ class Algorithm:
         if self.replica.is_aside:
             raise RuntimeError("no optimizer step inside consensus(): leaving it would undo the step")
         self.t, self.apart = self.t + 1, True
+        self._step_sizes = self._no_sizes()
 
     def finish(self) -> None:
         """Drain. Every replica, buffers included, ends on the consensus model; training goes on only after ``start``."""
@@ -253,6 +255,7 @@ class Algorithm:
             "round": (self.rounds.ends, self.rounds.length),
             "weights": weights,
             "given_weights": list(self._given_weights),
+            "sizes": [list(self._step_sizes), list(self._round_sizes)],
             "x": [numbers[p] for p in self.x],
             "trainable": sorted(numbers[p] for p in self._trainable),
         }
@@ -272,6 +275,7 @@ class Algorithm:
             )
         self.t, (self.rounds.ends, self.rounds.length) = state["t"], state["round"]
         self.weights, self._round_weights, self._next_weights = (list(w) for w in state["weights"])
+        self._step_sizes, self._round_sizes = (list(sizes) for sizes in state["sizes"])
         if list(self._given_weights) != state["given_weights"]:
             self._next_weights = self._given_weights
         self.apart = True
@@ -321,12 +325,27 @@ class Algorithm:
         """
         self._next_weights = _normalised(weights, self.comm.world_size)
 
+    def weigh_batch(self, sizes: Sequence[int]) -> None:
+        """A batch begins: how many of its samples are each worker's, the same numbers on every rank.
+
+        From now on the report of a round is weighted with what each worker has computed in it, and the gradients of a
+        synchronous step with what each has in that step.
+
+        Raises:
+            ValueError: not one positive number for each worker.
+        """
+        self._step_sizes = [sum(pair) for pair in zip(self._step_sizes, sizes, strict=True)]
+        self._round_sizes = [sum(pair) for pair in zip(self._round_sizes, sizes, strict=True)]
+        self._next_weights = _normalised(self._step_sizes, self.comm.world_size)
+        self._round_weights = _normalised(self._round_sizes, self.comm.world_size)
+
     # For the algorithms
 
     def begin_round(self) -> None:
         """A round has ended and another begins: what is sent now reports the one that ended, with its weights."""
         self.x = self._parameters()
         self.weights, self._round_weights = self._round_weights, self._next_weights
+        self._round_sizes = self._no_sizes()
 
     def repair(self, left_out: tuple[int, ...]) -> None:
         """x is the mean without these ranks, theirs as well. What else they hold may not be finite: see to it.
@@ -360,6 +379,9 @@ class Algorithm:
         return None
 
     # Inside
+
+    def _no_sizes(self) -> list[int]:
+        return [0] * self.comm.world_size
 
     def _parameters(self) -> list[nn.Parameter]:
         """Every parameter that an optimizer has ever been free to move.

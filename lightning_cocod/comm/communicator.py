@@ -30,7 +30,7 @@ from lightning_cocod.comm.errors import (
     in_one_line,
     transport,
 )
-from lightning_cocod.comm.header import NONFINITE, WISH, Header, exchange, size_of, unfit
+from lightning_cocod.comm.header import NONFINITE, WISH, Header, Pace, exchange, size_of, unfit
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
@@ -90,6 +90,10 @@ class Communicator:
         self.ledger = Ledger()
         self.samples = 0
         """Samples that this rank has trained on; the caller counts."""
+        self.pace = Pace()
+        """What this rank's next message tells of it; the caller measures."""
+        self.heard: list[Pace] = []
+        """The paces of all ranks in the last message of training that has been waited for: the same on all of them."""
         self.tracer = Tracer()
         """Told what both threads do. A message that is on its way keeps the one under which it was launched."""
         distributed = _is_distributed()
@@ -369,13 +373,13 @@ class Communicator:
         self.check()
         if self._thread is None:
             raise RuntimeError("nothing can be sent before start() or after close()")
-        what, tracer = str(subject), self.tracer
+        what, tracer, pace = str(subject), self.tracer, self.pace
         report, departed = Report(), self.lane.mark()
 
         def work() -> None:
             with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.nbytes):
                 self.lane.follow(departed)
-                self._carry_out(subject, collective, report, fit, size, relative_to, tracer)
+                self._carry_out(subject, collective, report, fit, size, relative_to, tracer, pace)
 
         with tracer.span("launch", message=what):
             handle = self._send(self._thread, work, what)
@@ -387,6 +391,7 @@ class Communicator:
             self.ledger,
             waiting=lambda: self.tracer.span("wait", message=what),
             on_failure=lambda: self._watchdog.noticed(),
+            on_paces=lambda paces: setattr(self, "heard", paces),
         )
 
     def _send(self, thread: CommunicationThread, work: Callable[[], None], what: str) -> Handle[None]:
@@ -410,6 +415,7 @@ class Communicator:
         size: Tensor | None,
         relative_to: Tensor | None,
         tracer: Tracer,
+        pace: Pace,
     ) -> None:
         if fit is None:
             with tracer.span("look"):
@@ -424,11 +430,13 @@ class Communicator:
             subject.weights_digest,
             0 if fit else NONFINITE,
             self.samples,
+            pace,
         )
         report.listening = time.perf_counter()
         with tracer.span("headers", message=str(subject)):
             headers = exchange(header, self._groups[0], self._loss)
         self._samples_heard = [h.samples for h in headers]
+        report.paces = [h.pace for h in headers]
         report.left_out = unfit(headers, skip=subject.skip)
         if report.left_out:
             collective.weigh(self.rank, [subject.weight(rank, report.left_out) for rank in range(self.world_size)])

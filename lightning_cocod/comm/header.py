@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,23 @@ from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage, trans
 from lightning_cocod.comm.waiting import finish
 
 _NAME = 24
-_FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqqq")
+_FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqqqqd")
 NONFINITE = 1
 """Flag of a worker whose message holds NaN or infinity, or must not be used for another reason."""
 WISH = 2
 """Flag of a worker that wishes what it asks about."""
+
+
+class Pace(NamedTuple):
+    """How fast a worker computes; nothing where nobody asks.
+
+    Attributes:
+        batches: that it has begun to train on.
+        speed: samples per second of its own work, waiting for others left out; 0 while it is unknown.
+    """
+
+    batches: int = 0
+    speed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class Header:
         weights: digest of all workers' weights.
         flags: what may differ between workers without being a mismatch.
         samples: that this worker has trained on so far; differs between workers.
+        pace: of this worker; differs between workers.
     """
 
     algorithm: str
@@ -44,6 +58,7 @@ class Header:
     weights: int = 0
     flags: int = 0
     samples: int = 0
+    pace: Pace = Pace()
 
     def __post_init__(self) -> None:
         for name in (self.algorithm, self.kind):
@@ -53,14 +68,16 @@ class Header:
     def pack(self) -> Tensor:
         """The header as bytes."""
         names = self.algorithm.encode(), self.kind.encode()
-        packed = _FORMAT.pack(*names, self.step, self.layout, self.nbytes, self.weights, self.flags, self.samples)
+        numbers = self.step, self.layout, self.nbytes, self.weights, self.flags, self.samples
+        packed = _FORMAT.pack(*names, *numbers, *self.pace)
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
         """A header from its bytes."""
         algorithm, kind, *numbers = _FORMAT.unpack(data)
-        return cls(algorithm.rstrip(b"\0").decode(), kind.rstrip(b"\0").decode(), *numbers)
+        names = algorithm.rstrip(b"\0").decode(), kind.rstrip(b"\0").decode()
+        return cls(*names, *numbers[:6], pace=Pace(*numbers[6:]))
 
     @property
     def _agreed(self) -> tuple[object, ...]:

@@ -8,11 +8,12 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from lightning_cocod.comm.header import Pace
 from lightning_cocod.comm.lane import Lane
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.thread import Handle
@@ -62,6 +63,7 @@ class Report:
     arrived: Any = None
     numbers: Tensor | None = None
     left_out: tuple[int, ...] = ()
+    paces: list[Pace] = field(default_factory=list)  # of all ranks, when they launched it
 
 
 class Message:
@@ -76,12 +78,13 @@ class Message:
         ledger: Ledger,
         waiting: Callable[[], AbstractContextManager[None]],
         on_failure: Callable[[], None],
+        on_paces: Callable[[list[Pace]], None],
     ) -> None:
         self.step = subject.step
         """Steps that its sender had attempted."""
         self._counted = subject.counted
         self._handle, self._report, self._lane, self._ledger = handle, report, lane, ledger
-        self._waiting, self._on_failure = waiting, on_failure
+        self._waiting, self._on_failure, self._on_paces = waiting, on_failure, on_paces
 
     def wait(self, *, counted: bool = True) -> None:
         """Block until the result is there. On CUDA the host waits for the launch only, the current stream for the rest.
@@ -105,6 +108,9 @@ class Message:
             lane.follow(self._report.arrived)
         if not (counted and self._counted):
             return
+        if self._report.paces:
+            self._on_paces(self._report.paces)
+            self._report.paces = []  # news once
         after = lane.mark()
         # Between this rank's header and the last one it is a slower peer that is waited for, not the link.
         late = max(0.0, min(self._report.announced, time.perf_counter()) - max(asked, self._report.listening))
