@@ -2,6 +2,7 @@
 
 from lightning_cocod.comm.communicator import Communicator, promised_group_is_there, seconds
 from lightning_cocod.comm.errors import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
+from lightning_cocod.comm.header import Pace
 from lightning_cocod.comm.message import Message, Subject
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Message",
     "MessageMismatch",
     "NonFiniteMessage",
+    "Pace",
     "PeerLost",
     "Subject",
     "promised_group_is_there",

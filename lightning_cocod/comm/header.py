@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class Header:
     weights: int = 0
     flags: int = 0
     samples: int = 0
-    pace: Pace = Pace()
+    pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         for name in (self.algorithm, self.kind):
@@ -75,9 +75,9 @@ class Header:
     @classmethod
     def unpack(cls, data: bytes) -> Header:
         """A header from its bytes."""
-        algorithm, kind, *numbers = _FORMAT.unpack(data)
-        names = algorithm.rstrip(b"\0").decode(), kind.rstrip(b"\0").decode()
-        return cls(*names, *numbers[:6], pace=Pace(*numbers[6:]))
+        algorithm, kind, *numbers, batches, speed = _FORMAT.unpack(data)
+        header = cls(algorithm.rstrip(b"\0").decode(), kind.rstrip(b"\0").decode(), *numbers)
+        return replace(header, pace=Pace(batches, speed))
 
     @property
     def _agreed(self) -> tuple[object, ...]:

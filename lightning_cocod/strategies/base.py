@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm, When
-from lightning_cocod.algorithms.options import nonfinite, positive
+from lightning_cocod.algorithms.options import choice, nonfinite, positive
 from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.strategies import calendar, own_state, parts, refusals
@@ -38,6 +38,7 @@ from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.far_apart import FarApart
 from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, shorten, show
 from lightning_cocod.strategies.own_state import OwnState
+from lightning_cocod.strategies.proportional import EQUAL, PROPORTIONAL, WHOLE_SET, Proportional, is_mean
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master, fresh_part, joining, store_outlives_ranks
@@ -54,6 +55,8 @@ class AlgorithmStrategy(DDPStrategy):
     Subclasses say in their constructors what it ``runs``, and do nothing else.
 
     Args:
+        batch_sizes: "equal", or "proportional" to the ranks' speeds, which are measured as training goes on: the samples
+            of all ranks' batches together stay the same, and each batch's weight in every mean is its size.
         on_nonfinite: "raise" ends the run where a rank's message holds NaN or infinity. "skip" goes on with the mean of the
             others, which that rank gets as well, and resets its optimizer's state.
         timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
@@ -75,6 +78,7 @@ class AlgorithmStrategy(DDPStrategy):
     def __init__(
         self,
         *,
+        batch_sizes: Literal["equal", "proportional"] = "equal",
         on_nonfinite: Literal["raise", "skip"] = "raise",
         timeout: float = 60.0,
         process_group_timeout: float = 1800.0,
@@ -86,6 +90,7 @@ class AlgorithmStrategy(DDPStrategy):
         refusals.unknown_options(type(self).__name__, options)
         refusals.start_method(start_method)
         nonfinite(on_nonfinite)
+        self._batch_sizes = choice("batch_sizes", batch_sizes, (EQUAL, PROPORTIONAL))
         self._on_nonfinite = on_nonfinite
         self._heartbeat_timeout = seconds("timeout", timeout)
         self._process_group_timeout = seconds("process_group_timeout", process_group_timeout)
@@ -101,6 +106,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
         self._far_apart: FarApart | None = None
+        self._proportional: Proportional | None = None
         self._stepped = False
         self._ending: BaseException | None = None
         self._alone = False
@@ -127,6 +133,8 @@ class AlgorithmStrategy(DDPStrategy):
         rounds = {} if period is None else {"period": period}
         self._make = partial(algorithm, on_nonfinite=self._on_nonfinite, **rounds, **options)
         self._weights = positive(weights)  # how many there are to be is not known yet
+        if self._weights is not None and self._batch_sizes == PROPORTIONAL:
+            raise ValueError("with batch_sizes='proportional' the sizes are the weights: leave weights out")
         x = torch.nn.ParameterList([torch.zeros(1)])
         self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator())
 
@@ -143,7 +151,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     def metrics(self, since: Reading | None = None) -> dict[str, float]:
         """The metric vocabulary, see ``Algorithm.metrics``."""
-        return self.algorithm.metrics(since)
+        sizes = {} if self._proportional is None else self._proportional.metrics()
+        return {**self.algorithm.metrics(since), **sizes}
 
     # Start and end
 
@@ -203,7 +212,10 @@ class AlgorithmStrategy(DDPStrategy):
         )
         self._ending, self._alone = None, False
         assert self.lightning_module is not None
-        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
+        trainer = self.lightning_module.trainer
+        if self._batch_sizes == PROPORTIONAL and self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            self._proportional = Proportional(trainer, self._communicator)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
         self._replaced.inserted(callbacks, 0, LeaveFirst(self))
 
     @override
@@ -229,6 +241,9 @@ class AlgorithmStrategy(DDPStrategy):
         )
         refusals.scaler(self.precision_plugin, algorithm)
         self._far_apart = FarApart() if self.global_rank == 0 else None
+        if self._proportional is not None:
+            algorithm.deterministic = False
+            self._proportional.install(self._replaced)
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(
             trainer,
@@ -246,6 +261,8 @@ class AlgorithmStrategy(DDPStrategy):
         # counter lacks the step in which a checkpoint was saved.
         automatic = self.lightning_module.automatic_optimization
         self.algorithm.t = loop.epoch_loop.global_step if automatic else loop.epoch_loop._batches_that_stepped
+        if self._proportional is not None:
+            self._proportional.on_train_start()
         self.algorithm.start(broadcast=False)  # done in configure_ddp
         if self._resumed is not None:
             self._resumed.continue_(self.lightning_module.trainer, self.algorithm, self.root_device)
@@ -263,6 +280,7 @@ class AlgorithmStrategy(DDPStrategy):
         communicator, quiet = self._communicator, self._quiet
         self._sampler_seed = None
         self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
+        self._proportional = None
         try:
             if communicator is not None:
                 communicator.close()  # raises if a peer was lost unnoticed
@@ -297,6 +315,11 @@ class AlgorithmStrategy(DDPStrategy):
 
     # Steps
 
+    def before_batch(self, batch_idx: int) -> None:
+        """Every batch, before all hooks of the user's."""
+        if self._proportional is not None:
+            self._proportional.on_batch_start(self.algorithm, batch_idx)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._quiet is not None
@@ -328,7 +351,12 @@ class AlgorithmStrategy(DDPStrategy):
     def _after_step(self) -> None:
         assert self._quiet is not None
         self._stepped = False
-        self.algorithm.after_step()
+        if self._proportional is None:
+            self.algorithm.after_step()
+        else:
+            self._proportional.before_verb()
+            self.algorithm.after_step()
+            self._proportional.after_step()
         if self._far_apart is not None:
             self._far_apart.after_step(self.algorithm)
         self._quiet.on_step(self.algorithm.t)
@@ -371,6 +399,8 @@ class AlgorithmStrategy(DDPStrategy):
         if self._quiet is not None and self.world_size > 1:
             self._quiet.on_reduction()
         with self._named("a reduction"):
+            if self._proportional is not None and group is None and is_mean(reduce_op) and isinstance(tensor, Tensor):
+                return self._proportional.mean(tensor, partial(super().reduce, reduce_op="sum"))
             return super().reduce(tensor, group, reduce_op)
 
     @override
@@ -378,15 +408,23 @@ class AlgorithmStrategy(DDPStrategy):
         with self._named("a gathering"):
             return super().all_gather(tensor, group, sync_grads)
 
-    def _named(self, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
         """Lightning's collectives fail with the transport's words when a peer is lost; this one says which."""
-        return nullcontext() if self._communicator is None else self._communicator.named(what)
+        apart = nullcontext() if self._proportional is None else self._proportional.speedometer.apart()
+        with apart, nullcontext() if self._communicator is None else self._communicator.named(what):
+            yield
+
+    def _interrupt(self) -> None:
+        if self._proportional is not None:
+            self._proportional.speedometer.interrupt()
 
     # Evaluation and checkpoints see the consensus model
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The consensus model in place and the random state set aside; on leaving, training is exactly where it was."""
+        self._interrupt()
         self._training_random = random_state(self.root_device)
         try:
             with self.algorithm.consensus():
@@ -407,6 +445,7 @@ class AlgorithmStrategy(DDPStrategy):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """The consensus model in place, or this rank's replica once communication has failed."""
+        self._interrupt()
         if self.algorithm.comm.failed:
             rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
             yield
@@ -444,6 +483,8 @@ class AlgorithmStrategy(DDPStrategy):
         randomness = self._training_random or random_state(self.root_device)
         seed = self.distributed_sampler_kwargs["seed"]
         part = own_state.take(self.lightning_module.trainer, self._algorithm, checkpoint, randomness, seed)
+        if self._proportional is not None:
+            part["batch_sizes"] = self._proportional.state_dict()
         self._checkpoints.save(checkpoint, part, filepath, write)
 
     @override
@@ -459,6 +500,8 @@ class AlgorithmStrategy(DDPStrategy):
             if self._resumed is not None:
                 self._resumed.merge_into(checkpoint)
                 self._sampler_seed = self._resumed.sampler_seed
+                if self._proportional is not None and self._resumed.batch_sizes is not None:
+                    self._proportional.load_state_dict(self._resumed.batch_sizes)
         return checkpoint
 
     @property
@@ -467,7 +510,14 @@ class AlgorithmStrategy(DDPStrategy):
         """With the seed that Lightning would choose at first; in a resumed run, with that of the run it belongs to."""
         if self._sampler_seed is None:
             self._sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return {**super().distributed_sampler_kwargs, "seed": self._sampler_seed}
+        kwargs = {**super().distributed_sampler_kwargs, "seed": self._sampler_seed}
+        if self._proportional is not None and self._in_training:
+            kwargs.update(WHOLE_SET)
+        return kwargs
+
+    @property
+    def _in_training(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.training
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -482,7 +532,10 @@ class AlgorithmStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return dataloader
         resumed = self._resumed if trainer.training else None  # validation begins at the beginning, and draws nothing before
-        return continuing(dataloader, self.root_device, None if resumed is None else resumed.next_position())
+        position = None if resumed is None else resumed.next_position()
+        if self._proportional is not None and trainer.training:
+            self._proportional.cut(dataloader, position, self.broadcast)
+        return continuing(dataloader, self.root_device, position)
 
     # Names
 

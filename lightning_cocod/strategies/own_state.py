@@ -54,6 +54,12 @@ class OwnState:
         """From which the samplers that Lightning inserts drew."""
         return int(self._part["sampler_seed"])
 
+    @property
+    def batch_sizes(self) -> dict[str, Any] | None:
+        """What is known of the ranks' batch sizes, where they are not equal."""
+        sizes: dict[str, Any] | None = self._part.get("batch_sizes")
+        return sizes
+
     def merge_into(self, checkpoint: dict[str, Any]) -> None:
         """This rank's optimizers, schedulers, scaler, callbacks and loops in place of rank 0's."""
         checkpoint.update(self._part["lightning"])

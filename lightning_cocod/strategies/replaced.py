@@ -13,9 +13,10 @@ class Replaced:
         self._undo: list[Callable[[], None]] = []
 
     def method(self, owner: object, name: str, value: Callable[..., Any]) -> None:
-        """From now on ``owner.name`` is this; put back, the class's own method shows again."""
+        """From now on ``owner.name`` is this; put back, what was there before shows again."""
+        before = vars(owner).get(name)
         setattr(owner, name, value)
-        self._undo.append(lambda: delattr(owner, name))
+        self._undo.append(lambda: delattr(owner, name) if before is None else setattr(owner, name, before))
 
     def inserted(self, entries: list[Any], place: int, entry: Any) -> None:
         """From now on the entry is in the list."""
