@@ -50,6 +50,7 @@ class Proportional:
         self._skipped = 0  # batches that the next iterator gives out again, and that are dropped
         self._place, self._lag = Place(0, 1), 0
         self._now: list[int] | None = None  # sizes of the batch under way
+        self._size = 0  # of this rank's batches, but for the last ones of an epoch
         self._weighed = 0  # number of the first batch that the algorithm has not been told
         self.speedometer = Speedometer(communicator.lane, self._waited)
 
@@ -121,16 +122,16 @@ class Proportional:
     def on_batch_start(self, algorithm: Algorithm, batch_idx: int) -> None:
         """A batch begins."""
         assert self._batches is not None
-        assert self._plan is not None
         rank, batch = self._comm.rank, batch_idx - self._lag
         self._now = self._batches.sizes(batch)
+        self._size = self._batches.planned(batch)[rank]
         number = self._place.origin + batch
         if number >= self._weighed:  # a resumed run does the batch again in which it has been interrupted
             algorithm.weigh_batch(self._now)
         self._weighed = number + 1
         if batch == 0:
             self.speedometer.interrupt()
-        self.speedometer.begin(self._now[rank], self._plan.sizes(number)[rank])
+        self.speedometer.begin(self._now[rank], self._size)
 
     def before_verb(self) -> None:
         """Whatever is sent from here on tells this rank's pace."""
@@ -179,8 +180,7 @@ class Proportional:
 
     def metrics(self) -> dict[str, float]:
         """The size of this rank's batches."""
-        assert self._plan is not None
-        return {"algo/batch_size": float(self._plan.sizes(max(0, self._weighed - 1))[self._comm.rank])}
+        return {"algo/batch_size": float(self._size)}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues with."""

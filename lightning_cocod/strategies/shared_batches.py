@@ -63,6 +63,11 @@ class SharedBatches(Sampler[list[int]]):
         """Of all ranks, in this batch of the epoch."""
         return self._shares(batch, self._totals()[batch])
 
+    def planned(self, batch: int) -> list[int]:
+        """The same, were it a full one."""
+        origin, accumulated = self._place
+        return self._plan.sizes(origin + batch - batch % accumulated)
+
     def _batches(self, order: list[int]) -> Iterator[list[int]]:
         start = 0
         for batch, total in enumerate(self._totals()):
@@ -73,8 +78,7 @@ class SharedBatches(Sampler[list[int]]):
             start += total
 
     def _shares(self, batch: int, total: int) -> list[int]:
-        origin, accumulated = self._place
-        sizes = self._plan.sizes(origin + batch - batch % accumulated)
+        sizes = self.planned(batch)
         return list(sizes) if sum(sizes) == total else shares(sizes, total)
 
     def _totals(self) -> list[int]:
