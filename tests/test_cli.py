@@ -118,6 +118,7 @@ def test_strategies_get_their_options(tmp_path):
         "warmup_steps": 0,
         "overlap": False,
         "compression": None,
+        "batch_sizes": "equal",
         "on_nonfinite": "raise",
         "timeout": 5,
         "process_group_timeout": 1800.0,

@@ -618,10 +618,10 @@ def monitored(rank, world, folder):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    logging.getLogger(proportional.__name__).addHandler(handler)
     run(rank, world, once(3.0, 1.0), callbacks=[monitor], logger=CSVLogger(folder, name="", version=""))
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(handler)
-    return monitor.summary, [line for line in lines if line.startswith("Batch sizes")]
+    logging.getLogger(proportional.__name__).removeHandler(handler)
+    return monitor.summary, lines
 
 
 def test_samples_are_counted_and_a_change_is_told_once(tmp_path):
@@ -629,7 +629,7 @@ def test_samples_are_counted_and_a_change_is_told_once(tmp_path):
     samples = summary["throughput/samples_per_sec"] * summary["throughput/step_ms"] / 1e3 * 26
     assert samples == pytest.approx(2 * 101)
     assert summary["algo/batch_size"] == 6
-    assert lines == ["Batch sizes of the ranks from batch 7 on: 6, 2."]
+    assert lines == ["batch sizes of the ranks from batch 7 on: 6, 2"]
     assert lines_elsewhere == []
     assert "algo/batch_size" in (tmp_path / "metrics.csv").read_text()
 
@@ -637,11 +637,17 @@ def test_samples_are_counted_and_a_change_is_told_once(tmp_path):
 # Resuming
 
 
+RESUMED = (0, 2, 5, 7, 9, 12, 13, 16, 19, 22, 24)
+"""Batches after which a run of two epochs of 13 batches is resumed; steps are of two batches, rounds of two steps."""
+IN_FLIGHT = [5, 16]
+"""Where a message was in flight by whose speeds something is decided: it is decided a round later, on all ranks alike."""
+
+
 def resumed(rank, world, folder):
     options = {"speeds": CHANGES, "accumulate_grad_batches": 2, "period": 2}
     saver = Saver(folder)
     expected = run(rank, world, **options, callbacks=[saver])
-    again = [run(rank, world, **options, path=path) for path in saver.saved[:-1]]
+    again = {n: run(rank, world, **options, path=saver.saved[n]) for n in RESUMED}
     interrupted = Saver(f"{folder}/within", hook="on_after_backward", times={5, 6, 20})
     run(rank, world, **options, callbacks=[interrupted])
     within = [run(rank, world, **options, path=path) for path in interrupted.saved]
@@ -653,14 +659,12 @@ def test_a_resumed_run_continues_with_the_plan_and_sees_each_sample_once(tmp_pat
     ranks = run_ranks(resumed, 2, str(tmp_path), init=False, timeout=150)
     expected = [rank[0] for rank in ranks]
     assert len({tuple(row) for row in sizes(expected).tolist()}) > 4
-    assert len(ranks[0][1]) == 25
-    bitwise = 0
-    print([all(rank[1][n].end == rank[0].end for rank in ranks) for n in range(25)], sizes(expected).tolist())
-    for number in range(len(ranks[0][1])):
+    inexact = []
+    for number in RESUMED:
         again = [rank[1][number] for rank in ranks]
         every_sample_once(expected, again, begun=number + 1)
-        bitwise += all(a.end == e.end for a, e in zip(again, expected, strict=True))
-    assert bitwise >= 12  # where no speed that decides something was in flight
+        inexact += [number] * any(a.end != e.end for a, e in zip(again, expected, strict=True))
+    assert inexact == IN_FLIGHT
     for number, begun in enumerate((4, 5, 19)):
         every_sample_once(expected, [rank[2][number] for rank in ranks], begun=begun)
 

@@ -7,13 +7,13 @@ next message: the weights in its header are what all ranks have computed accordi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -28,6 +28,8 @@ from lightning_cocod.strategies.speed import Speedometer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_log = logging.getLogger(__name__)
 
 EQUAL, PROPORTIONAL = "equal", "proportional"
 WHOLE_SET = {"num_replicas": 1, "rank": 0}
@@ -163,7 +165,8 @@ class Proportional:
                 f"prefetch_factor say: batch_sizes='{PROPORTIONAL}' needs a loader that keeps to them"
             )
         self._plan.change(first, sizes)
-        rank_zero_info(f"Batch sizes of the ranks from batch {first} on: {', '.join(map(str, sizes))}.")
+        if self._comm.rank == 0:
+            _log.warning("batch sizes of the ranks from batch %d on: %s", first, ", ".join(map(str, sizes)))
 
     # What else depends on the sizes
 
