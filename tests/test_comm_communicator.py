@@ -29,7 +29,7 @@ from lightning_cocod.comm import (
     collectives,
     communicator,
 )
-from lightning_cocod.comm.header import _FORMAT, Header
+from lightning_cocod.comm.header import _FORMAT, Header, Pace
 from lightning_cocod.comm.sockets import _sockets
 from lightning_cocod.comm.watchdog import Watchdog
 
@@ -210,7 +210,7 @@ def test_a_difference_in_any_field_of_the_header_is_an_error_on_all_ranks_that_n
 
 
 def test_a_header_survives_its_bytes():
-    header = Header("ssd_sgd", "gradients", 2**40, 2**55, 2**45, 1, 7)
+    header = Header("ssd_sgd", "gradients", 2**40, 2**55, 2**45, 1, 7, 9, Pace(2**41, 0.1))
     assert Header.unpack(header.pack().numpy().tobytes()) == header
 
 
@@ -224,6 +224,31 @@ def test_names_that_a_header_would_cut_are_refused(names):
 def test_the_longest_names_survive_their_bytes(name):
     header = Header(name, name, 1, 2, 3)
     assert Header.unpack(header.pack().numpy().tobytes()) == header
+
+
+def paces(rank, n):
+    with communicating() as c:
+        x, heard = torch.ones(3), []
+        for step in range(3):
+            c.pace = Pace(10 * step, 1.5 + rank)
+            message = c.mean_([x], 1 / n, about("round", step))
+            c.pace = Pace(77, 7.0)  # of a message to come
+            if step == 1:
+                message.wait(counted=False)  # evaluation's wait: no news for training
+                heard.append(list(c.heard))
+            message.wait()
+            heard.append(list(c.heard))
+            c.heard = []
+            message.wait()
+            heard.append(list(c.heard))
+    return heard
+
+
+def test_all_ranks_hear_the_same_paces_once_where_training_waits():
+    everyone = run_ranks(paces, 3)
+    assert everyone[0] == everyone[1] == everyone[2]
+    told = [[Pace(10 * step, 1.5 + rank) for rank in range(3)] for step in range(3)]
+    assert everyone[0] == [told[0], [], [], told[1], [], told[2], []]
 
 
 def nonfinite(rank, n, value):

@@ -639,6 +639,8 @@ def test_samples_are_counted_and_a_change_is_told_once(tmp_path):
 
 RESUMED = (0, 2, 5, 7, 9, 12, 13, 16, 19, 22, 24)
 """Batches after which a run of two epochs of 13 batches is resumed; steps are of two batches, rounds of two steps."""
+WITHIN = (2, 10, 21)
+"""Batches within which a run is interrupted: a resumed one does them again, and must not weigh them again."""
 IN_FLIGHT = [5, 16]
 """Where a message was in flight by whose speeds something is decided: it is decided a round later, on all ranks alike."""
 
@@ -648,7 +650,7 @@ def resumed(rank, world, folder):
     saver = Saver(folder)
     expected = run(rank, world, **options, callbacks=[saver])
     again = {n: run(rank, world, **options, path=saver.saved[n]) for n in RESUMED}
-    interrupted = Saver(f"{folder}/within", hook="on_after_backward", times={5, 6, 20})
+    interrupted = Saver(f"{folder}/within", hook="on_train_batch_start", times={number + 1 for number in WITHIN})
     run(rank, world, **options, callbacks=[interrupted])
     within = [run(rank, world, **options, path=path) for path in interrupted.saved]
     return expected, again, within
@@ -665,8 +667,10 @@ def test_a_resumed_run_continues_with_the_plan_and_sees_each_sample_once(tmp_pat
         every_sample_once(expected, again, begun=number + 1)
         inexact += [number] * any(a.end != e.end for a, e in zip(again, expected, strict=True))
     assert inexact == IN_FLIGHT
-    for number, begun in enumerate((4, 5, 19)):
-        every_sample_once(expected, [rank[2][number] for rank in ranks], begun=begun)
+    for place, number in enumerate(WITHIN):
+        again = [rank[2][place] for rank in ranks]
+        every_sample_once(expected, again, begun=number)
+        assert all(a.end == e.end for a, e in zip(again, expected, strict=True))
 
 
 def every_sample_once(expected, again, *, begun):
