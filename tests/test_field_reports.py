@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 
-from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, EagerDiLoCoStrategy
+from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, CO2Strategy, EagerDiLoCoStrategy
 
 REFUSED = "test_launch::test_options_out_of_range_are_refused_in_one_line"  # compression= is among them
 RESUMED = "test_resume::test_resumed_equals_uninterrupted"
@@ -193,6 +193,8 @@ HONOURED = {
     "weight_decay": ("before", lambda algorithm: {True: "before", False: "after"}[algorithm.decay_before]),
     "outer_lr": (0.3, lambda algorithm: algorithm.make_outer.keywords["lr"]),
     "outer_momentum": (0.4, lambda algorithm: algorithm.make_outer.keywords["momentum"]),
+    "gap_penalty": (1.5, lambda algorithm: algorithm.make_outer.keywords["penalty"]),
+    "clip": (0.6, lambda algorithm: algorithm.make_outer.keywords["clip"]),
     "pull": (0.3, lambda algorithm: algorithm.α),
     "anchor_momentum": (0.4, lambda algorithm: algorithm.β),
     "slow_lr": (0.3, lambda algorithm: algorithm.α),
@@ -205,7 +207,7 @@ HONOURED = {
     "connect_timeout": (37.0, lambda algorithm: algorithm.comm.connect_timeout),
 }
 ELSEWHERE = {"compression", "process_group_backend", "start_method"}  # test_launch.py
-NOT_ALLOWED = {EagerDiLoCoStrategy: {"on_nonfinite"}}
+NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
 
 
 def options_of(strategy):

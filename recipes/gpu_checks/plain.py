@@ -62,7 +62,7 @@ def float16(rank: Rank) -> None:
             next(net.parameters()).grad.fill_(float("inf"))
 
     for name, algorithm in ALGORITHMS.items():
-        if must_warm_up(algorithm):  # refuses a scaler there
+        if must_warm_up(algorithm) or not algorithm.may_skip_steps:  # refuses a scaler
             continue
         with rank.attempt(name):
             run = train(rank, algorithm, half=True, spoil=overflow)

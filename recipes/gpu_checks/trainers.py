@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_checks.library import must_warm_up, options, strategies
+from gpu_checks.library import ALGORITHMS, must_warm_up, options, strategies
 from gpu_checks.rank import Rank, Skipped, check
 
 STEPS = 6  # of an epoch
@@ -50,7 +50,7 @@ def _end(module: torch.nn.Module) -> torch.Tensor:
 
 def _precisions(rank: Rank) -> None:
     for name, strategy in strategies().items():
-        scaled = rank.cuda and not must_warm_up(strategy)  # synchronous steps refuse a scaler
+        scaled = rank.cuda and not must_warm_up(strategy) and ALGORITHMS[name].may_skip_steps  # others refuse a scaler
         for precision in ("32-true", "bf16-mixed", "bf16-true", *(["16-mixed"] if scaled else [])):
             with rank.attempt(f"{name}, {precision}"):
                 end = _end(_fit(rank, strategy, precision=precision))
