@@ -52,8 +52,8 @@ def local_sgd(model, optimizer):
         steps(model, optimizer, 5)
 
 
-def other(name):
-    """A case of that name."""
+def other(name, codec=None):
+    """A case of that name, or of both names."""
 
     def case(model, optimizer):
         import lightning_cocod
@@ -61,7 +61,7 @@ def other(name):
         algorithm = getattr(lightning_cocod, name)
         rounds = {"period": 2} if "period" in inspect.signature(algorithm).parameters else {}
         gradients = [p.grad for p in model]
-        with algorithm(model, optimizer, **rounds) as algo:
+        with algorithm(model, optimizer, compression=codec, **rounds) as algo:
             for _ in range(5):
                 for p, g in zip(model, gradients, strict=True):
                     p.grad = g  # where it had to go in the step before, as a backward would make it
@@ -69,7 +69,7 @@ def other(name):
                 algo.step(optimizer.step)
                 algo.after_step()
 
-    case.__name__ = name
+    case.__name__ = f"{name} {codec}" if codec else name
     return case
 
 
@@ -94,7 +94,13 @@ OTHERS = {
     "StreamingDiLoCo": 2.5,
 }
 """Copies of the parameters that they promise, those for the time of a merge included; two of four fragments in flight."""
-CASES = [no_algorithm, local_sgd, cocod, cocod_in_consensus, *(other(name) for name in OTHERS)]
+WITH_CODES = {"CoCoD": 2, "LocalSGD": 2, "OverlapLocalSGD": 4, "PipeSGD": 2, "DiLoCo": 5, "EagerDiLoCo": 6}
+"""The same with int8."""
+CASES = [
+    *(no_algorithm, local_sgd, cocod, cocod_in_consensus),
+    *(other(name) for name in OTHERS),
+    *(other(name, "int8") for name in WITH_CODES),
+]
 
 
 def model_of(layers):
@@ -191,6 +197,12 @@ def test_an_evaluation_needs_one_copy_more(copies):  # and is seen to: so would 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others_need_the_copies_that_they_promise(copies, name):
     assert OTHERS[name] - 0.1 < copies[name] < OTHERS[name] + BUCKETS * (1 + OTHERS[name])
+
+
+@pytest.mark.parametrize("name", WITH_CODES)
+def test_codes_need_the_copies_that_they_promise(copies, name):
+    most = WITH_CODES[name] + BUCKETS * (2 + WITH_CODES[name])  # what a bucket is decoded into comes with two of them
+    assert WITH_CODES[name] - 0.1 < copies[f"{name} int8"] < most
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Codes(NamedTuple):
         received: a row from each worker, first the codes of this worker's shard, then those of the means of all shards.
         mean: the code of the mean of this worker's shard.
         own: c, what the others take this worker's part for. As long as the bucket.
-        spare: as long.
+        spare: as long; the same for all buckets at work.
     """
 
     sent: Tensor
@@ -59,6 +59,7 @@ class Compression:
             raise ValueError(f"compression={codec!r} does not contract, so that what it drops would grow; scale it down")
         self.codec = codec
         self._memory: list[dict[tuple[int, torch.dtype, torch.device, int], Codes]] = [{} for _ in range(IN_FLIGHT)]
+        self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def memory(self, bucket: int, part: Tensor, world_size: int) -> Codes:
@@ -67,8 +68,14 @@ class Compression:
         if key not in slot:
             row = self.codec.nbytes(shard_size(part.numel(), world_size))
             sent, received = (torch.zeros(world_size, row, dtype=torch.uint8, device=part.device) for _ in range(2))
-            slot[key] = Codes(sent, received, torch.zeros_like(sent[0]), torch.empty_like(part), torch.empty_like(part))
+            slot[key] = Codes(sent, received, torch.zeros_like(sent[0]), torch.empty_like(part), self._spare_for(part))
         return slot[key]
+
+    def _spare_for(self, part: Tensor) -> Tensor:
+        kind = part.dtype, part.device
+        if kind not in self._spare or self._spare[kind].numel() < part.numel():
+            self._spare[kind] = torch.empty_like(part)
+        return self._spare[kind][: part.numel()]
 
     def encode(self, values: Tensor, code: Tensor, shard: Sequence[int], encoder: int) -> None:
         """code ← C(values). The random numbers, if there are any, depend on the shard and, mostly, on who encodes it."""
