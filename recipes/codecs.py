@@ -3,7 +3,8 @@
     python recipes/codecs.py [--mib 1 4 40] [--threads 1] [--device cpu] [--only int8 sign]
 
 For each codec the bits of a value and the speed of encode and decode as a fraction of the speed of `out.copy_(x)` on float32
-values of the same number: 1 is as fast as a copy. Medians of repeats that are interleaved with those of the copy.
+values of the same number: 1 is as fast as a copy. Medians of repeats that are interleaved with those of the copy, in seconds
+of the processor where one thread does it, so that others on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ MORE: list[Codec] = [Int8(stochastic=True), Int4(stochastic=True)]
 
 def seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:
     """Of one call."""
-    begun = time.perf_counter()
+    now = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    begun = now()
     for _ in range(calls):
         function()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - begun) / calls
+    return (now() - begun) / calls
 
 
 def measure(codec: Codec, x: torch.Tensor, repeats: int) -> tuple[float, float]:
