@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from gpu_checks.library import ALGORITHMS, Algorithm, must_warm_up, options, takes
 from gpu_checks.rank import Rank, check
 from gpu_checks.training import PERIOD, flat, image_net, images, train
+from lightning_cocod.algorithms import CoCoD
 from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, communicator
+from lightning_cocod.compression import CODECS
 
 
 @check(ranks=1, lightning=True, limit=120.0)
@@ -51,6 +53,22 @@ def bits(rank: Rank) -> None:
             if algorithm.deterministic:
                 again = [torch.equal(run.before, train(rank, algorithm).before) for _ in range(3)]
                 rank.expect(all(again), f"{name}: three more runs give the same bits")
+
+
+@check()
+def codes(rank: Rank) -> None:
+    """Rounds with a codec: replicas end equal, and running again changes no bit. Every codec trains."""
+    for name, algorithm in ALGORITHMS.items():
+        with rank.attempt(name):
+            run, again = (train(rank, algorithm, compression="int8") for _ in range(2))
+            rank.expect(rank.same(run.end), f"{name}: replicas equal bit for bit at the end")
+            rank.expect(torch.equal(run.before, again.before), f"{name}: another run gives the same bits")
+            rank.expect(run.metrics["comm/compression_ratio"] > 1, f"{name}: fewer bytes")
+    for name, codec in CODECS.items():
+        if codec().contraction:
+            with rank.attempt(name):
+                run = train(rank, CoCoD, compression=codec())
+                rank.expect(rank.same(run.end) and run.end.isfinite().all(), f"{name}: replicas equal and finite at the end")
 
 
 @check()
