@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cocod import CoCoDStrategy
 from lightning_cocod.workloads import resnet20
 
-SETTLED = 20  # batches before which sizes may change
+SETTLED = 24  # batches before which sizes have changed for the first time
 SIZES = ("equal", "proportional")
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--factors", type=lambda text: [float(f) for f in text.split(",")], default=[1, 2, 3, 4])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--batches", type=int, default=50, help="of a run of both together")
+    parser.add_argument("--batches", type=int, default=60, help="of a run of both together")
     parser.add_argument("--batch-size", type=int, default=16, help="of each rank where they are equal")
     parser.add_argument("--ms", type=float, default=8.0, help="a sample takes the fast rank; 0: what it takes its CPU")
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_cocod.comm.lane import Lane
 from lightning_cocod.comm.ledger import Ledger
 
-SKIPPED, NEEDED, KEPT = 3, 4, 20
+SKIPPED, NEEDED, KEPT = 3, 8, 24
 """Batches: the first of a size are left out (warm-up, compilation); for a speed so many are needed; of so many it is."""
 
 
