@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 
+from lightning_cocod.compression import Int8
 from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, CO2Strategy, EagerDiLoCoStrategy
 
 REFUSED = "test_launch::test_options_out_of_range_are_refused_in_one_line"  # compression= is among them
@@ -202,11 +203,13 @@ HONOURED = {
     "fragments": (2, lambda algorithm: algorithm.cut),
     "delay": (2, lambda algorithm: algorithm.delay.steps),
     "keep": (0.2, lambda algorithm: algorithm.delay.keep),
+    "compression": (Int8(block=64), lambda algorithm: algorithm.compression.codec),
     "timeout": (17.0, lambda algorithm: algorithm.comm.timeout),
     "process_group_timeout": (77.0, lambda algorithm: algorithm.comm.process_group_timeout),
     "connect_timeout": (37.0, lambda algorithm: algorithm.comm.connect_timeout),
 }
-ELSEWHERE = {"compression", "process_group_backend", "start_method"}  # test_launch.py
+ELSEWHERE = {"process_group_backend", "start_method"}  # test_launch.py
+ELSEWHERE |= {"batch_sizes"}  # not beside weights: test_proportional.py
 NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
 
 
