@@ -115,6 +115,7 @@ def test_strategies_get_their_options(tmp_path):
     assert OmegaConf.to_container(cfg.strategy, resolve=True) == {
         "_target_": "lightning_cocod.CoCoDStrategy",
         "period": 16,
+        "intra_node": None,
         "warmup_steps": 0,
         "overlap": False,
         "compression": None,

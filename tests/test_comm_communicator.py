@@ -27,7 +27,6 @@ from lightning_cocod.comm import (
     Subject,
     buckets,
     collectives,
-    communicator,
 )
 from lightning_cocod.comm.header import _FORMAT, Header, Pace
 from lightning_cocod.comm.sockets import _sockets
@@ -534,7 +533,7 @@ def one_aborts(rank, n):
         c.mean_([x], 1 / n, about(step=1)).wait()
     with pytest.raises(PeerLost):
         c.check()
-    assert c._watchdog.was_noticed
+    assert c.losses.watchdog.was_noticed
     c.abort(caught.value)
     c.close()
     assert eventually(lambda: not any(t.name == "watchdog" for t in threading.enumerate()))  # called off: this process lives
@@ -619,7 +618,7 @@ def test_a_rank_that_dies_is_named_by_all_others_although_the_timeout_is_long(wh
 
 def dies_inside_start(rank, n):
     if rank == 1:
-        communicator._new_group = lambda *args: os._exit(3)
+        Communicator._new_group = lambda *args: os._exit(3)
     c = Communicator(timeout=1, grace=0.2)
     try:
         c.start()
@@ -688,7 +687,7 @@ def blocked_after_the_loss(rank, n, folder):
     """Rank 1 is stopped, for good; rank 0 is told so, gives up, and is then blocked by a callback."""
     c = Communicator(timeout=1)
     c.start()
-    c._watchdog = Watchdog(rank, grace=LIMIT, patience=0.2)
+    c.losses.watchdog = Watchdog(rank, grace=LIMIT, patience=0.2)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

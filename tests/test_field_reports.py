@@ -14,7 +14,7 @@ from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 
 from lightning_cocod.compression import Int8
-from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, CO2Strategy, EagerDiLoCoStrategy
+from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, CO2Strategy, EagerDiLoCoStrategy, PipeSGDStrategy
 
 REFUSED = "test_launch::test_options_out_of_range_are_refused_in_one_line"  # compression= is among them
 RESUMED = "test_resume::test_resumed_equals_uninterrupted"
@@ -184,6 +184,8 @@ def test_every_report_has_tests_that_exist():
 
 HONOURED = {
     "period": (3, lambda algorithm: algorithm.when.period(100)),
+    "intra_node": (2, lambda algorithm: algorithm.node.every),
+    "ranks_per_node": (2, lambda algorithm: len(algorithm.node.ranks)),
     "warmup_steps": (5, lambda algorithm: sum(algorithm.when.synchronous(t) for t in range(100))),
     "weights": ([0.75, 0.25], lambda algorithm: algorithm.weights),
     "overlap": (False, lambda algorithm: getattr(algorithm, "delay", algorithm).overlap),
@@ -210,7 +212,9 @@ HONOURED = {
 }
 ELSEWHERE = {"process_group_backend", "start_method"}  # test_launch.py
 ELSEWHERE |= {"batch_sizes"}  # not beside weights: test_proportional.py
+ELSEWHERE |= {"inter_node"}  # another name of period: test_hierarchy.py
 NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
+NOT_ALLOWED[PipeSGDStrategy] = {"intra_node", "ranks_per_node"}
 
 
 def options_of(strategy):

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_cocod import CoCoD, LocalSGD, NonFiniteMessage
 from lightning_cocod.algorithms.repair import forget
-from lightning_cocod.comm import communicator
+from lightning_cocod.comm import channel
 from lightning_cocod.strategies import CoCoDStrategy
 
 LIMIT = 60.0
@@ -326,7 +326,7 @@ def test_repairs_come_at_the_same_steps_without_overlap():
 
 def poisoned(rank, n, name):
     """What the others would get if nobody was left out."""
-    with mock.patch.object(communicator, "unfit", return_value=()):
+    with mock.patch.object(channel, "unfit", return_value=()):
         return in_company(rank, n, name)
 
 

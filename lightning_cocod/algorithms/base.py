@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,13 @@ from typing_extensions import Self
 
 from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.loop import StepHooks
+from lightning_cocod.algorithms.naming import with_inter_node
+from lightning_cocod.algorithms.node import Sizes, node_average
 from lightning_cocod.algorithms.options import nonfinite, positive
 from lightning_cocod.algorithms.repair import forget, restore, tell
 from lightning_cocod.algorithms.replica import Replica
 from lightning_cocod.algorithms.when import Rounds, When
-from lightning_cocod.comm import Communicator, Message, Subject, promised_group_is_there
+from lightning_cocod.comm import Communicator, Group, Message, Subject, promised_group_is_there
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.norms import finite
@@ -61,6 +63,10 @@ class Algorithm:
             "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset;
             NonFiniteMessage only if no rank is finite.
         compression: codec of the rounds' messages, or its name (docs/compression.md).
+        intra_node: h, if the workers of a machine are to average every h steps among themselves (see ``NodeAverage``). The
+            rounds are then those between the machines.
+        inter_node: with ``intra_node``, another name of ``period``.
+        ranks_per_node: with ``intra_node``: of every machine, or a list; by default what ``torchrun`` says.
         communicator: to share; by default one is made, with the options that follow.
         timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
             this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
@@ -76,7 +82,14 @@ class Algorithm:
     deterministic: bool = True
     """Whether two equal runs are equal bit for bit."""
     may_skip_steps: ClassVar[bool] = True
-    """Whether a rank may skip a step on its own, as a gradient scaler does. In synchronous warm-up steps none may."""
+    """Whether a rank may skip a step on its own, as a gradient scaler does. (See ``steps_together``.)"""
+    has_rounds: ClassVar[bool] = True
+    """Whether there are local steps, in which the workers of a node can do something on their own."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = with_inter_node(cls.__init__)  # type: ignore[method-assign]  # the same with two names
 
     def __init__(
         self,
@@ -87,6 +100,9 @@ class Algorithm:
         weights: Sequence[float] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         compression: str | Codec | None = None,
+        intra_node: int | None = None,
+        inter_node: int | Mapping[int, int] | When | None = None,
+        ranks_per_node: Sizes | None = None,
         communicator: Communicator | None = None,
         timeout: float = 60.0,
         process_group_timeout: float = 1800.0,
@@ -111,6 +127,12 @@ class Algorithm:
             promised_group_is_there()
             communicator = Communicator(_device_of(self.x), timeout=timeout, process_group_timeout=process_group_timeout)
         self.comm = communicator
+        if not self.has_rounds and intra_node is not None:
+            raise ValueError(f"{self.name} has no local steps, so nothing can be averaged in between: leave intra_node out")
+        if inter_node is not None:
+            raise ValueError(f"{self.name} has no period that inter_node could be another name of: leave it out")
+        self.node = node_average(self, intra_node, ranks_per_node)
+        """What averages inside the nodes, if anything does."""
         self.weights = _normalised(weights, self.comm.world_size)
         """w of the message in flight, and so of the next merge."""
         self._round_weights = self._next_weights = self._given_weights = self.weights
@@ -134,6 +156,8 @@ class Algorithm:
             broadcast: False where the loop has already seen to it that all workers have the weights they should have.
         """
         self.comm.start()
+        if self.node is not None:
+            self.node.start()
         self._started, self.apart = True, False
         self._begun = self.reading()
         if broadcast and self.comm.world_size > 1:
@@ -141,14 +165,16 @@ class Algorithm:
             self.comm.broadcast_(state, self.subject("initial weights", counted=False)).wait()
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Gradients are complete. In a synchronous step they become the mean over the workers.
+        """Gradients are complete. In a synchronous step they become the mean over the workers, or over those of a node.
 
         Args:
             optimizer: whose gradients; all by default. A loop with several optimizers calls it once for each that steps.
         """
-        if self.comm.world_size > 1 and self.when.synchronous(self.t):
+        moved = self.optimizers if optimizer is None else [optimizer]
+        if self.node is not None and not self.when.synchronous(self.t):
+            self.node.before_step(moved)
+        elif self.comm.world_size > 1 and self.when.synchronous(self.t):
             w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
-            moved = self.optimizers if optimizer is None else [optimizer]
             subject = self.subject("gradients", weights=self._next_weights)
             self.repair_buffers(average_gradients(moved, self.comm, w, subject))
 
@@ -165,13 +191,13 @@ class Algorithm:
             What ``update`` returns.
 
         Raises:
-            ValueError: a scaler where no rank may skip a step on its own, as in a synchronous warm-up step.
+            ValueError: a scaler where no rank may skip a step on its own (see ``steps_together``).
         """
         if update is not None:
             with self._hooks.paused() if self._hooks else nullcontext():
                 return update()
-        if scaler is not None and scaler.is_enabled() and (self.when.synchronous(self.t) or not self.may_skip_steps):
-            what, otherwise = ("synchronous warm-up steps", " or warmup_steps=0") if self.may_skip_steps else (self.name, "")
+        if scaler is not None and scaler.is_enabled() and (together := self.steps_together(self.t)) is not None:
+            what, otherwise = together
             raise ValueError(
                 f"{what} and a gradient scaler do not go together: each rank's scaler decides on its own "
                 f"whether to skip a step; use bfloat16{otherwise}"
@@ -196,12 +222,24 @@ class Algorithm:
             raise RuntimeError("no optimizer step inside consensus(): leaving it would undo the step")
         self.t, self.apart = self.t + 1, True
         self._step_sizes = self._no_sizes()
+        if self.node is not None:
+            self.node.after_step()
+
+    def steps_together(self, t: int) -> tuple[str, str] | None:
+        """What makes several ranks take step t or none of them, and another option than bfloat16; None if nothing does."""
+        if not self.may_skip_steps:
+            return self.name, ""
+        if self.when.synchronous(t):
+            return "warmup_steps", " or warmup_steps=0"
+        if self.node is not None and self.node.every == 1:
+            return "intra_node=1", " or intra_node=2"
+        return None
 
     def finish(self) -> None:
         """Drain. Every replica, buffers included, ends on the consensus model; training goes on only after ``start``."""
         if not self._started:
             return
-        self._reset(self._become_consensus("finish"), "consensus")
+        self._reset(self._become_consensus("finish"), "consensus", self.comm)
         self._started = False
 
     @contextmanager
@@ -347,28 +385,45 @@ class Algorithm:
         self.weights, self._round_weights = self._round_weights, self._next_weights
         self._round_sizes = self._no_sizes()
 
-    def repair(self, left_out: tuple[int, ...]) -> None:
+    def repair(self, left_out: tuple[int, ...], group: Group | None = None) -> None:
         """x is the mean without these ranks, theirs as well. What else they hold may not be finite: see to it.
 
-        Where all ranks were finite nothing is done or sent.
+        Where all ranks were finite nothing is done or sent. A mean inside a node is that of a ``group``.
         """
+        group = group or self.comm
         if left_out:
             members = set(self.x)
             others = [p.detach() for p in self._moved() if p not in members]
             with self._on_device([*others, *self.replica.buffers()]) as rest:
-                restore(rest, self.comm, left_out, self.subject("repair"))
-            self._reset(left_out, "round")
+                restore(rest, group, left_out, self.subject("repair"))
+            self._reset(left_out, "round" if group is self.comm else "mean in their node", group)
 
-    def repair_buffers(self, left_out: tuple[int, ...]) -> None:
+    def repair_buffers(self, left_out: tuple[int, ...], group: Group | None = None) -> None:
         """Gradients are the mean without those of these ranks: the model is sound, what their forwards wrote may not be."""
+        group = group or self.comm
         if left_out:
-            restore(list(self.model.buffers()), self.comm, left_out, self.subject("repair"))
-            tell(self.comm, left_out, self.t, "gradients left out of the mean")
+            restore(list(self.model.buffers()), group, left_out, self.subject("repair"))
+            tell(group, left_out, self.t, "gradients left out of the mean")
 
     @property
     def w(self) -> float:
         """w_i: this worker's weight."""
         return self.weights[self.comm.rank]
+
+    @property
+    def own_weight(self) -> float:
+        """Of all workers that report what this one does: its own, or that of its node."""
+        return self.w if self.node is None else math.fsum(self.weights[rank] for rank in self.node.ranks)
+
+    @property
+    def round_weights(self) -> list[float]:
+        """Of the workers in the round under way, as far as they are known."""
+        return self._round_weights
+
+    @property
+    def step_weights(self) -> list[float]:
+        """Of the workers in the step under way: the sizes of their batches where they are told, else those of the round."""
+        return self._next_weights if any(self._step_sizes) else self._round_weights
 
     def subject(self, kind: str, *, counted: bool = True, weights: Sequence[float] | None = None) -> Subject:
         """The header of a message of this algorithm at this step; weighted as the message in flight unless told."""
@@ -404,11 +459,11 @@ class Algorithm:
         """Those of them that may differ between workers."""
         return self._moved()
 
-    def _reset(self, left_out: tuple[int, ...], what: str) -> None:
-        if self.comm.rank in left_out:
+    def _reset(self, left_out: tuple[int, ...], what: str, group: Group) -> None:
+        if group.rank in left_out:
             forget(self.optimizers)
         if left_out:
-            tell(self.comm, left_out, self.t, f"left out of the {what}, repaired from the others, optimizer state reset")
+            tell(group, left_out, self.t, f"left out of the {what}, repaired from the others, optimizer state reset")
 
     @torch.no_grad()
     def _become_consensus(self, kind: str) -> tuple[int, ...]:
@@ -480,6 +535,8 @@ class Algorithm:
             return "there are several optimizers"
         if self.when.synchronous(self.t):
             return "synchronous warm-up steps need the gradients before you clip them"
+        if self.node is not None and self.node.every == 1:
+            return "intra_node=1 averages the gradients in a node before you clip them"
         return None
 
 

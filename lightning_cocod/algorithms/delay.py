@@ -98,7 +98,7 @@ class Delay:
     With a codec Δ̄′ is the mean of codes and Δ_i′ this worker's own (see ``Residuals``).
 
     Args:
-        own: a ≥ 0, the weight of a worker's own, fresh term; the worker's weight in the mean by default.
+        own: a ≥ 0, the weight of a worker's own, fresh term; the worker's weight in the mean by default, or its node's.
         overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
 
     Raises:
@@ -119,7 +119,7 @@ class Delay:
 
     def _late(self, rounds: OuterRounds, fragment: Fragment, Δ: list[Tensor]) -> list[Tensor]:
         """a Δ_i + [Δ̄′ − a Δ_i′], and the launch of Δ̄."""
-        a = rounds.w if self.own is None else self.own
+        a = rounds.own_weight if self.own is None else self.own
         G = list(torch._foreach_mul(Δ, a))
         D = fragment.D if isinstance(fragment.D, Buffer) else None
         if D is not None:

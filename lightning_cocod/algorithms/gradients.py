@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cocod.comm import Communicator, Subject
+from lightning_cocod.comm import Group, Subject
 from lightning_cocod.comm.buckets import in_the_order_of
 
 
 @torch.no_grad()
-def average_gradients(
-    optimizers: Sequence[Optimizer], comm: Communicator, weight: float, subject: Subject
-) -> tuple[int, ...]:
+def average_gradients(optimizers: Sequence[Optimizer], comm: Group, weight: float, subject: Subject) -> tuple[int, ...]:
     """g ← Σ_j w_j g_j for every parameter that the optimizers move. Blocking.
 
     A parameter without a gradient on this worker contributes zero; one without a gradient on any worker keeps none, so its

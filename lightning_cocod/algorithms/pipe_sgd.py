@@ -83,6 +83,7 @@ class PipeSGD(Algorithm):
 
     name: ClassVar[str] = "pipe_sgd"
     may_skip_steps: ClassVar[bool] = False
+    has_rounds: ClassVar[bool] = False
 
     def __init__(
         self,

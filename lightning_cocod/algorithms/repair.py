@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
-from lightning_cocod.comm import Communicator, Subject
+from lightning_cocod.comm import Group, Subject
 
 _log = logging.getLogger(__name__)
 
 
-def restore(tensors: Sequence[Tensor], comm: Communicator, left_out: Sequence[int], subject: Subject) -> None:
+def restore(tensors: Sequence[Tensor], comm: Group, left_out: Sequence[int], subject: Subject) -> None:
     """x ← x of the first rank that is sound, on the ranks that were left out; the others keep theirs. Blocking.
 
     A copy of one rank's, not a mean: it is exact in every dtype, and buffers that belong together stay together.
@@ -31,8 +31,9 @@ def forget(optimizers: Sequence[Optimizer]) -> None:
             optimizer.state.update(Adagrad(optimizer.param_groups, **optimizer.defaults).state)
 
 
-def tell(comm: Communicator, left_out: Sequence[int], step: int, consequence: str) -> None:
-    """One line in the log of rank 0."""
+def tell(comm: Group, left_out: Sequence[int], step: int, consequence: str) -> None:
+    """One line in the log of rank 0, or of the first of these ranks."""
     if comm.rank == 0:
-        ranks = f"rank {left_out[0]} was" if len(left_out) == 1 else f"ranks {', '.join(map(str, left_out))} were"
+        names = ", ".join(str(comm.ranks[number]) for number in left_out)
+        ranks = f"rank {names} was" if len(left_out) == 1 else f"ranks {names} were"
         _log.warning("%s not finite at step %d: %s", ranks, step, consequence)

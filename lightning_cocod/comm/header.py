@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -107,7 +108,8 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
     Raises:
         MessageMismatch: two workers announce different messages. Raised on every worker, before anything is reduced.
     """
-    rank, world_size = group.rank(), group.size()
+    ranks = dist.get_process_group_ranks(group)
+    rank, world_size = ranks[group.rank()], len(ranks)
     everyone = [torch.empty(_FORMAT.size, dtype=torch.uint8) for _ in range(world_size)]
     packed = mine.pack()
     with transport:
@@ -115,7 +117,7 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
     assert work is not None  # every rank is a member of the group
     finish(work, group, over)
     headers = [Header.unpack(theirs.numpy().tobytes()) for theirs in everyone]
-    for other, header in enumerate(headers):
+    for other, header in zip(ranks, headers, strict=True):
         if header._agreed != mine._agreed:
             raise MessageMismatch(
                 f"workers are out of step: rank {rank} sends {mine}, rank {other} sends {header}; every rank needs the "
@@ -124,21 +126,22 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
     return headers
 
 
-def unfit(headers: list[Header], *, skip: bool) -> tuple[int, ...]:
-    """The ranks whose message is not finite, for the others to go on without them.
+def unfit(headers: list[Header], ranks: Sequence[int], *, skip: bool) -> tuple[int, ...]:
+    """Whose message is not finite, for the others to go on without them, counted as the headers are.
 
     Args:
         headers: of all ranks.
+        ranks: which these are in the run.
         skip: whether that is wanted.
 
     Raises:
         NonFiniteMessage: there are some and it is not wanted, or there are no others.
     """
-    broken = tuple(rank for rank, header in enumerate(headers) if header.flags & NONFINITE)
+    broken = tuple(number for number, header in enumerate(headers) if header.flags & NONFINITE)
     if broken and not (skip and len(broken) < len(headers)):
-        message = headers[broken[0]]
+        message, whose = headers[broken[0]], ", ".join(str(ranks[number]) for number in broken)
         raise NonFiniteMessage(
             f"{message.algorithm}/{message.kind} at step {message.step}: NaN or infinity in the message of rank "
-            f"{', '.join(map(str, broken))}; nothing was sent; lower the learning rate or clip gradients"
+            f"{whose}; nothing was sent; lower the learning rate or clip gradients"
         )
     return broken

@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
     Attributes:
         name: what it was.
-        row: the thread, ``training`` or ``communication``.
+        row: the thread, ``training``, ``communication`` or ``communication in the node``.
         start: seconds of the host's monotonic clock; while it is recorded, a mark of the lane.
         end: likewise.
         about: what else is known, as JSON can hold it.
@@ -45,7 +45,7 @@ class Tracer:
 
 
 class Recorder(Tracer):
-    """Records the spans of both threads, until it is closed.
+    """Records the spans of all threads, until it is closed.
 
     Times are marks of the lane. On CUDA a span therefore begins when the device comes to what was issued inside and ends
     when the device has done it. The device is waited for twice: here, to set its clock by the host's, and in ``close``.
@@ -105,7 +105,11 @@ class Recorder(Tracer):
             yield
         finally:
             if always or len(done) > before:
-                row = "training" if threading.get_ident() == self._training else "communication"
+                row = (
+                    "training"
+                    if threading.get_ident() == self._training
+                    else threading.current_thread().name.split(" of ")[0]
+                )
                 done.append(Span(name, row, start, self._lane.mark(), about))
             if outermost:
                 del self._own.done

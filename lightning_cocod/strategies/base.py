@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm, When
+from lightning_cocod.algorithms.naming import with_inter_node
+from lightning_cocod.algorithms.node import Sizes
 from lightning_cocod.algorithms.options import choice, nonfinite, positive
 from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
@@ -55,6 +57,10 @@ class AlgorithmStrategy(DDPStrategy):
     Subclasses say in their constructors what it ``runs``, and do nothing else.
 
     Args:
+        intra_node: h, if the ranks of a machine are to average every h steps among themselves: their gradients if h is 1,
+            else their parameters (see ``NodeAverage``). The rounds, of ``period`` steps, are then those between machines.
+        inter_node: with ``intra_node``, another name of ``period``.
+        ranks_per_node: with ``intra_node``: of every machine, or a list; by default as Lightning has started them.
         batch_sizes: "equal", or "proportional" to the ranks' speeds, which are measured as training goes on: the samples
             of all ranks' batches together stay the same, and each batch's weight in every mean is its size.
         on_nonfinite: "raise" ends the run where a rank's message holds NaN or infinity. "skip" goes on with the mean of the
@@ -75,9 +81,17 @@ class AlgorithmStrategy(DDPStrategy):
 
     registered_name: ClassVar[str]
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = with_inter_node(cls.__init__)  # type: ignore[method-assign]  # the same with two names
+
     def __init__(
         self,
         *,
+        intra_node: int | None = None,
+        inter_node: int | Mapping[int, int] | When | None = None,
+        ranks_per_node: Sizes | None = None,
         batch_sizes: Literal["equal", "proportional"] = "equal",
         on_nonfinite: Literal["raise", "skip"] = "raise",
         timeout: float = 60.0,
@@ -90,6 +104,9 @@ class AlgorithmStrategy(DDPStrategy):
         refusals.unknown_options(type(self).__name__, options)
         refusals.start_method(start_method)
         nonfinite(on_nonfinite)
+        if inter_node is not None:
+            raise ValueError(f"{type(self).__name__} has no period that inter_node could be another name of: leave it out")
+        self._intra_node, self._ranks_per_node = intra_node, ranks_per_node
         self._batch_sizes = choice("batch_sizes", batch_sizes, (EQUAL, PROPORTIONAL))
         self._on_nonfinite = on_nonfinite
         self._heartbeat_timeout = seconds("timeout", timeout)
@@ -131,12 +148,19 @@ class AlgorithmStrategy(DDPStrategy):
             ValueError: an option out of range.
         """
         rounds = {} if period is None else {"period": period}
-        self._make = partial(algorithm, on_nonfinite=self._on_nonfinite, **rounds, **options)
+        within = {} if self._intra_node is None else {"intra_node": self._intra_node}
+        self._make = partial(algorithm, on_nonfinite=self._on_nonfinite, **within, **rounds, **options)
         self._weights = positive(weights)  # how many there are to be is not known yet
         if self._weights is not None and self._batch_sizes == PROPORTIONAL:
             raise ValueError("with batch_sizes='proportional' the sizes are the weights: leave weights out")
         x = torch.nn.ParameterList([torch.zeros(1)])
-        self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator())
+        self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator(), **self._nodes(1))
+
+    def _nodes(self, ranks_per_node: int) -> dict[str, Any]:
+        """Which ranks share a node, where somebody wants to know."""
+        if self._intra_node is None and self._ranks_per_node is None:
+            return {}
+        return {"ranks_per_node": ranks_per_node if self._ranks_per_node is None else self._ranks_per_node}
 
     @property
     def algorithm(self) -> Algorithm:
@@ -237,7 +261,11 @@ class AlgorithmStrategy(DDPStrategy):
         assert self.model is not None
         assert communicator is not None
         algorithm = self._algorithm = self._make(
-            self.model, self.optimizers, weights=self._weights, communicator=communicator
+            self.model,
+            self.optimizers,
+            weights=self._weights,
+            communicator=communicator,
+            **self._nodes(self.num_processes),
         )
         refusals.scaler(self.precision_plugin, algorithm)
         self._far_apart = FarApart() if self.global_rank == 0 else None

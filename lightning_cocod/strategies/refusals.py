@@ -56,10 +56,9 @@ def lazy_parameters(model: torch.nn.Module) -> None:
 
 
 def scaler(precision: pl.plugins.Precision, algorithm: Algorithm) -> None:
-    """Raises MisconfigurationException where a step needs all ranks: scalers decide alone."""
-    warms_up = algorithm.when.synchronous(0)
-    if getattr(precision, "scaler", None) is not None and (warms_up or not algorithm.may_skip_steps):
-        what, otherwise = ("warmup_steps", " or warmup_steps=0") if algorithm.may_skip_steps else (algorithm.name, "")
+    """Raises MisconfigurationException where a step needs several ranks: scalers decide alone."""
+    if getattr(precision, "scaler", None) is not None and (together := algorithm.steps_together(0)) is not None:
+        what, otherwise = together
         raise MisconfigurationException(
             f"{what} and precision='16-mixed' do not go together: each rank's gradient scaler decides on its own "
             f"whether to skip a step; use precision='bf16-mixed'{otherwise}"

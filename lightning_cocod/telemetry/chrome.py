@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_cocod.comm.tracer import Span
 
-_ROWS = "training", "communication"
+_ROWS = "training", "communication", "communication in the node"
 _MICROSECONDS = 1e6
 
 
@@ -65,7 +65,7 @@ def document(parts: Sequence[Part]) -> dict[str, Any]:
     events = [_event(rank, by - zero, span) for rank, by, span in spans]
     events.sort(key=lambda event: (event["pid"], event["tid"], event["ts"], -event["dur"]))  # the outer before the inner
     return {
-        "traceEvents": [label for part in parts for label in _labels(part.rank)] + events,
+        "traceEvents": [label for part in parts for label in _labels(part)] + events,
         "displayTimeUnit": "ms",
         "otherData": {
             "complete": all(part.rounds == part.asked for part in parts),
@@ -89,8 +89,8 @@ def shift(first: Part, part: Part) -> float | None:
 
 
 def _announcements(part: Part) -> dict[str, float]:
-    """When the last header of each message had come."""
-    return {span.about["message"]: span.end for span in part.spans if span.name == "headers"}
+    """When the last header of each message between all ranks had come."""
+    return {s.about["message"]: s.end for s in part.spans if (s.name, s.row) == ("headers", "communication")}
 
 
 def _event(rank: int, by: float, span: Span) -> dict[str, Any]:
@@ -99,11 +99,14 @@ def _event(rank: int, by: float, span: Span) -> dict[str, Any]:
     return {"name": span.name, "cat": span.row, "ph": "X", **place, "args": span.about}
 
 
-def _labels(rank: int) -> list[dict[str, Any]]:
+def _labels(part: Part) -> list[dict[str, Any]]:
+    rank, seen = part.rank, {span.row for span in part.spans}
+    rows = [(number, row) for number, row in enumerate(_ROWS) if number < 2 or row in seen]
+
     def label(what: str, row: int, **args: Any) -> dict[str, Any]:
         return {"name": what, "ph": "M", "ts": 0, "dur": 0, "pid": rank, "tid": row, "args": args}
 
-    names = [label("thread_name", number, name=row) for number, row in enumerate(_ROWS)]
-    order = [label("thread_sort_index", number, sort_index=number) for number in range(len(_ROWS))]
+    names = [label("thread_name", number, name=row) for number, row in rows]
+    order = [label("thread_sort_index", number, sort_index=number) for number, _ in rows]
     process = label("process_name", 0, name=f"rank {rank}"), label("process_sort_index", 0, sort_index=rank)
     return [*process, *names, *order]

@@ -21,7 +21,7 @@ from gpu_checks.library import ALGORITHMS, Algorithm, must_warm_up, options, tak
 from gpu_checks.rank import Rank, check
 from gpu_checks.training import PERIOD, flat, image_net, images, train
 from lightning_cocod.algorithms import CoCoD
-from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, communicator
+from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, channel, communicator
 from lightning_cocod.compression import CODECS
 
 
@@ -150,11 +150,11 @@ def nccl(rank: Rank) -> None:
 def _as_one_of_two(rank: Rank, algorithm: type[Algorithm], backend: str, **wanted: Any) -> Tensor:
     """The other one's weights are zero: with half the weight, every mean is half of what this one has."""
     comm = Communicator(rank.device)
-    comm.world_size, comm._samples_heard = 2, [0, 0]
-    exchange = communicator.exchange
+    comm.world_size, comm.samples_heard = 2, [0, 0]
+    exchange = channel.exchange
     with (
         mock.patch.object(communicator, "Heartbeat"),
-        mock.patch.object(communicator, "exchange", lambda *args: exchange(*args) * 2),
+        mock.patch.object(channel, "exchange", lambda *args: exchange(*args) * 2),
         mock.patch.object(dist, "get_backend", return_value=backend),
     ):
         return train(rank, algorithm, communicator=comm, **wanted).before

@@ -1,0 +1,223 @@
+"""A channel between ranks: one thread, one group, one order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cocod.comm import collectives
+from lightning_cocod.comm.collectives import Collective
+from lightning_cocod.comm.errors import GivenUp, TransportError
+from lightning_cocod.comm.header import NONFINITE, Header, Pace, exchange, size_of, unfit
+from lightning_cocod.comm.lane import Lane, lane_for
+from lightning_cocod.comm.ledger import Ledger
+from lightning_cocod.comm.losses import PATIENCE, Losses
+from lightning_cocod.comm.message import Message, Report, Subject
+from lightning_cocod.comm.sockets import Connections
+from lightning_cocod.comm.thread import CommunicationThread, Handle
+from lightning_cocod.comm.tracer import Tracer
+from lightning_cocod.comm.waiting import abandon, finish
+
+
+class Home(Protocol):
+    """What the channels of a rank have in common."""
+
+    device: torch.device
+    ledger: Ledger
+    tracer: Tracer
+    pace: Pace
+    samples: int
+    samples_heard: list[int]
+    losses: Losses
+
+
+class Channel:
+    """Messages between some ranks, or all.
+
+    The training thread submits them, and the channel's own thread carries them out in that order. Each is announced by a
+    header that its ranks compare before anything is reduced.
+
+    Args:
+        home: what is shared with other channels of this rank.
+        rank: this rank.
+        ranks: that the channel connects, in ascending order.
+    """
+
+    def __init__(self, home: Home, rank: int, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        """Where a channel counts its ranks from 0, they are these of the run."""
+        self.rank = self.ranks.index(rank)
+        self.world_size = len(self.ranks)
+        self.device = home.device
+        self.lane: Lane = lane_for(home.device)  # of its own: on CUDA the messages of another do not queue before these
+        self._home = home
+        self._scratch = collectives.new_scratch()
+        self._under_way = False  # an operation of a group was given up: the group cannot be destroyed
+        self._thread: CommunicationThread | None = None
+        self._connections = Connections()
+        self._groups: list[dist.ProcessGroup] = []
+
+    # Lifecycle
+
+    def _open(self, name: str) -> None:
+        """The thread begins. It is called ``name`` of its rank."""
+        self._under_way = False
+        self._thread = CommunicationThread(f"{name} of rank {self.ranks[self.rank]}")
+        self._home.losses.concern(self._thread, self._connections)
+
+    def _connect(self, timeout: float, parts: Sequence[Sequence[int]]) -> None:
+        """Make the groups: all ranks of the run, at the same place, those of all parts. Each keeps that of its own."""
+        patience = timedelta(seconds=timeout)
+        with self._connections.being_made():
+            self._groups = [self._new_group("gloo", parts, patience)]
+            dist.barrier(self._groups[0])  # connects everybody now: nobody waits for a dead peer's first message
+        if self.device.type == "cuda" and "nccl" in dist.get_backend():
+            self._groups.append(self._new_group("nccl", parts, patience))
+
+    def _new_group(self, backend: str, parts: Sequence[Sequence[int]], patience: timedelta) -> dist.ProcessGroup:
+        groups = [dist.new_group(list(part), backend=backend, timeout=patience) for part in parts]
+        mine = groups[[tuple(part) for part in parts].index(self.ranks)]
+        assert isinstance(mine, dist.ProcessGroup)  # this rank is a member
+        return mine
+
+    def _end(self) -> None:
+        """The thread comes to its end, if it can. Then the groups are ``_disbanded``."""
+        if self._thread is not None:
+            self._under_way |= not self._thread.close(timeout=PATIENCE)
+
+    def _disband(self) -> None:
+        for group in reversed(self._groups):
+            if self._under_way:
+                abandon(group)
+            else:
+                dist.destroy_process_group(group)
+        self._groups, self._thread = [], None
+
+    # Messages
+
+    def _submit(
+        self,
+        subject: Subject,
+        collective: Collective,
+        *,
+        fit: bool | None = None,
+        size: Tensor | None = None,
+        relative_to: Tensor | None = None,
+    ) -> Message:
+        home = self._home
+        thread, what, tracer, pace = self._working(), str(subject), home.tracer, home.pace
+        report, departed = Report(), self.lane.mark()
+
+        def work() -> None:
+            with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.nbytes):
+                self.lane.follow(departed)
+                self._carry_out(subject, collective, report, fit, size, relative_to, tracer, pace)
+
+        with tracer.span("launch", message=what):
+            handle = self._send(thread, work, what)
+        return Message(
+            subject,
+            handle,
+            report,
+            self.lane,
+            home.ledger,
+            waiting=lambda: home.tracer.span("wait", message=what),
+            on_failure=lambda: home.losses.watchdog.noticed(),
+            on_paces=self._hear,
+        )
+
+    def _working(self) -> CommunicationThread:
+        self._home.losses.check()
+        if self._thread is None:
+            raise RuntimeError("nothing can be sent before start() or after close()")
+        return self._thread
+
+    def _hear(self, paces: list[Pace]) -> None:
+        """A message of training has been waited for."""
+
+    def _send(self, thread: CommunicationThread, work: Callable[[], None], what: str) -> Handle[None]:
+        """Submit a job in which a broken connection becomes the name of the peer that broke it.
+
+        Where it fails, the other channels of this rank fail with it.
+        """
+        losses = self._home.losses
+
+        def explained() -> None:
+            try:
+                work()
+            except TransportError as error:
+                self._under_way |= isinstance(error, GivenUp)
+                explanation = losses.explain(error, what)
+                losses.fail(explanation)
+                raise explanation from None
+            except BaseException as error:
+                losses.fail(error)
+                raise
+
+        return thread.submit(explained)
+
+    def _exchange(self, header: Header) -> list[Header]:
+        return exchange(header, self._groups[0], self._home.losses.over)
+
+    def _finish(self, work: dist.Work) -> None:
+        finish(work, self._groups[0], self._home.losses.over)
+
+    def _carry_out(
+        self,
+        subject: Subject,
+        collective: Collective,
+        report: Report,
+        fit: bool | None,
+        size: Tensor | None,
+        relative_to: Tensor | None,
+        tracer: Tracer,
+        pace: Pace,
+    ) -> None:
+        if fit is None:
+            with tracer.span("look"):
+                size = collectives.size_of(collective) if size is None else size
+                fit = collectives.is_finite(collective, size)
+        header = Header(
+            subject.algorithm,
+            subject.kind,
+            subject.step,
+            collective.fingerprint,
+            collective.nbytes,
+            subject.weights_digest,
+            0 if fit else NONFINITE,
+            self._home.samples,
+            pace,
+        )
+        report.listening = time.perf_counter()
+        with tracer.span("headers", message=str(subject)):
+            headers = self._exchange(header)
+        for rank, theirs in zip(self.ranks, headers, strict=False):
+            self._home.samples_heard[rank] = theirs.samples
+        report.paces = [theirs.pace for theirs in headers]
+        report.left_out = unfit(headers, self.ranks, skip=subject.skip)
+        if report.left_out:
+            collective.weigh(self.rank, [subject.weight(rank, report.left_out) for rank in range(self.world_size)])
+        report.announced = time.perf_counter()
+        begun = self.lane.mark()
+        with tracer.span("transfer", message=str(subject)):
+            collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+        arrived = self.lane.mark()
+        numbers = None
+        if fit and size is not None and (distance := collective.distance()) is not None:
+            both = torch.stack([size if relative_to is None else relative_to, distance])
+            numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
+        report.arrived = self.lane.mark()
+        report.numbers = numbers
+        announced = size_of(self.world_size)
+        sent, received = (announced + moved for moved in collective.traffic(self.rank, self.world_size))
+        raw = announced + collective.uncompressed(self.rank, self.world_size)
+        ledger = self._home.ledger
+        ledger.add(sent=sent, received=received, raw=raw, messages=1)
+        if subject.counted:
+            ledger.add_when_known("busy", lambda: self.lane.seconds(begun, arrived))

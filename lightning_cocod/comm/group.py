@@ -1,0 +1,97 @@
+"""What some of the ranks, or all, can do together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cocod.comm.buckets import Buffer, Layout
+from lightning_cocod.comm.channel import Channel, Home
+from lightning_cocod.comm.collectives import Broadcast, Correction, Mean
+from lightning_cocod.comm.compressed import Compression, FromBase, FromZero
+from lightning_cocod.comm.message import Message, Subject
+
+
+class Group(Channel):
+    """Some of the ranks, seen from one of them. All methods are for the training thread; see ``Channel``."""
+
+    def __init__(self, home: Home, rank: int, ranks: Sequence[int]) -> None:
+        super().__init__(home, rank, ranks)
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
+
+    def mean_(
+        self,
+        tensors: Sequence[Tensor],
+        weight: float,
+        subject: Subject,
+        *,
+        measured: bool = False,
+        relative_to: Tensor | None = None,
+        fit: bool | None = None,
+    ) -> Message:
+        """x ← Σ_j w_j x_j in place, w_j being each worker's own ``weight``. The tensors must rest until it is done.
+
+        With ``measured`` the message's numbers are the size, ‖x‖ before unless it is given as ``relative_to``, and the
+        distance, ‖mean - x‖. This worker's part is ``fit`` if it is finite; telling so spares the look, and lets NaN and
+        infinity travel like other values.
+        """
+        mean = Mean(tensors, self.layout(tensors), weight, measured=measured)
+        return self._submit(subject, mean, fit=fit, relative_to=relative_to)
+
+    def correction_(
+        self,
+        snapshot: Buffer,
+        weight: float,
+        subject: Subject,
+        *,
+        own: float = 1.0,
+        size: Tensor | None = None,
+        relative_to: Tensor | None = None,
+    ) -> Message:
+        """S ← Σ_j w_j S_j - a S in place, a being ``own``. Its numbers are the size, ‖S‖ before unless it is given as
+        ``relative_to``, and the distance, ‖Σ_j w_j S_j - S‖.
+
+        Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers. ``size`` is ‖S‖ where it is known.
+        """
+        return self._submit(subject, Correction(snapshot, weight, own), size=size, relative_to=relative_to)
+
+    def compressed_correction_(
+        self, snapshot: Buffer, base: Buffer, how: Compression, subject: Subject, *, size: Tensor | None = None
+    ) -> Message:
+        """S ← m - c and θ ← θ + m in place, with c = C(S - θ) and m = C(Σ_j w_j c_j), w as in the subject.
+
+        The base θ, in float32 at least, is and stays the same on all workers. Its numbers are the size, ‖S‖ before, and the
+        distance, ‖θ - S‖ with the new θ. Where this worker is left out, S ← θ. ``size`` is ‖S‖ where it is known.
+        """
+        return self._submit(subject, FromBase(snapshot, base, how, subject.weights, self.rank, subject.step), size=size)
+
+    def compressed_mean_(
+        self,
+        parts: Buffer,
+        residual: Sequence[Tensor],
+        how: Compression,
+        subject: Subject,
+        *,
+        own: float = 0.0,
+        relative_to: Tensor | None = None,
+    ) -> Message:
+        """D ← m - a c and R ← D - c in place, with c = C(D), m = C(Σ_j w_j c_j), w as in the subject, and a = ``own``.
+
+        Its numbers are the size, ‖D‖ before unless it is given as ``relative_to``, and the distance, ‖m - D‖. Where this
+        worker is left out, D ← m and R ← 0.
+        """
+        mean = FromZero(parts, residual, how, subject.weights, self.rank, subject.step, own)
+        return self._submit(subject, mean, relative_to=relative_to)
+
+    def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
+        """x ← x of the source, in place, on the ranks that want it."""
+        return self._submit(subject, Broadcast(tensors, self.layout(tensors), source, wanted=wanted), fit=True)
+
+    def layout(self, tensors: Sequence[Tensor]) -> Layout:
+        """The layout of these tensors; made once for equal shapes."""
+        key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)  # a superset of what the layout depends on
+        if key not in self._layouts:
+            self._layouts[key] = Layout(tensors)
+        return self._layouts[key]

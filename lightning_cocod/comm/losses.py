@@ -1,0 +1,125 @@
+"""How communication ends: whoever is at fault, everything of this rank that waits learns of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_cocod.comm.errors import CommunicationError, PeerLost, TransportError, first_line
+from lightning_cocod.comm.heartbeat import Heartbeat
+from lightning_cocod.comm.sockets import Connections
+from lightning_cocod.comm.thread import CommunicationThread
+from lightning_cocod.comm.watchdog import Watchdog
+
+_VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
+_TOGETHER = 0.2  # seconds within which all connections to a peer break that is gone
+PATIENCE = _VERDICT + 2.0
+"""Seconds in which a communication thread that is still at work comes to an end."""
+
+
+class Losses:
+    """Failures of one life of a communicator, from ``start`` to ``close``. The first one stands, for all its threads.
+
+    Args:
+        rank: this rank.
+        grace: seconds in which the training thread must come back to a verb.
+    """
+
+    def __init__(self, rank: int, grace: float) -> None:
+        self.over = threading.Event()
+        """Set once communication has failed: nobody waits for the transport any longer."""
+        self.closing = False
+        """Whether peers may be gone rightly."""
+        self.watchdog = Watchdog(rank, grace)
+        self.heartbeat: Heartbeat | None = None
+        self._threads: list[CommunicationThread] = []
+        self._connections: list[Connections] = []
+
+    def concern(self, thread: CommunicationThread, connections: Connections) -> None:
+        """A thread, and what it waits for."""
+        self._threads.append(thread)
+        self._connections.append(connections)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended communication, if anything has."""
+        return next((thread.error for thread in self._threads if thread.error is not None), None)
+
+    def check(self) -> None:
+        """Raise it."""
+        if (error := self.error) is not None and not self.closing:
+            self.watchdog.noticed()
+            raise error
+
+    def fail(self, error: BaseException) -> None:
+        """No thread takes or ends a job any more."""
+        for thread in self._threads:
+            thread.fail(error)
+
+    def cut(self) -> None:
+        """Wake whoever waits for the transport."""
+        self.over.set()
+        for connections in self._connections:
+            connections.cut()
+
+    def lost(self, reason: PeerLost) -> None:
+        """The heartbeat has lost a peer."""
+        if not self.closing:
+            self.fail(reason)
+            self.cut()
+            self.watchdog.alarm(reason)
+
+    def look(self) -> None:
+        """A connection that has broken without anybody using it tells as much."""
+        if self.heartbeat is not None and not self.closing and self._are_broken():
+            self.heartbeat.suspect()
+
+    def tell(self, reason: str) -> None:
+        """Let the peers know that this rank cannot go on."""
+        if self.heartbeat is not None:
+            self.heartbeat.failed(reason)
+
+    def explain(self, error: TransportError, what: str) -> CommunicationError:
+        """Whose connection broke: the heartbeat knows within a few beats, unless this rank itself has given up."""
+        if self.heartbeat is not None:
+            self.heartbeat.suspect()
+        if self.over.wait(_VERDICT) and isinstance(self.error, CommunicationError):
+            return self.error
+        lost = PeerLost(f"the connection to a peer broke during {what} although all of them live ({error})")
+        self.tell(str(lost))
+        if self.heartbeat is not None:
+            self.watchdog.alarm(lost)
+        return lost
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Around a collective of somebody else's: a connection that breaks in it is explained as one of ours would be."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._threads or isinstance(error, CommunicationError):
+                raise
+            self.watchdog.noticed()
+            raise self.explain(TransportError(first_line(error)), what) from error
+
+    def behind(self, error: BaseException) -> CommunicationError | None:
+        """The loss of a peer behind the error of a collective that is neither ours nor ``named``, if there was one.
+
+        A peer that is gone takes its connections to us along, if not in the same moment.
+        """
+        if not self._threads or not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+            return None
+        if self.error is not None and not isinstance(self.error, PeerLost):
+            return None  # this rank has failed by itself
+        deadline = time.monotonic() + _TOGETHER
+        while not self.over.is_set() and not self._are_broken():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_TOGETHER / 20)
+        self.watchdog.noticed()
+        return self.explain(TransportError(first_line(error)), "a collective")
+
+    def _are_broken(self) -> bool:
+        return any(connections.are_broken() for connections in self._connections)
