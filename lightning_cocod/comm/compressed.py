@@ -48,15 +48,18 @@ class Compression:
     """A codec, and the memory that it works in. One for all messages of an algorithm; the communication thread's.
 
     Args:
-        codec: a contraction (see ``Codec``): what it drops is sent later.
+        codec: what it drops is sent later, so a contraction, or one that needs just that (see ``Codec``).
 
     Raises:
         ValueError: another codec.
     """
 
     def __init__(self, codec: Codec) -> None:
-        if not codec.contraction:
-            raise ValueError(f"compression={codec!r} does not contract, so that what it drops would grow; scale it down")
+        if not (codec.contraction or codec.needs_feedback):
+            raise ValueError(
+                f"compression={codec!r}: what it drops, and is sent later, would grow without bound; use unbiased=False, or a "
+                "smaller block where it rounds at random"
+            )
         self.codec = codec
         self._memory: list[dict[tuple[int, torch.dtype, torch.device, int], Codes]] = [{} for _ in range(IN_FLIGHT)]
         self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
