@@ -57,8 +57,8 @@ class Compression:
     def __init__(self, codec: Codec) -> None:
         if not (codec.contraction or codec.needs_feedback):
             raise ValueError(
-                f"compression={codec!r}: what it drops, and is sent later, would grow without bound; use unbiased=False, or a "
-                "smaller block where it rounds at random"
+                f"compression={codec!r}: what it drops, and is sent later, would grow without bound; use unbiased=False, or "
+                "a smaller block where it rounds at random"
             )
         self.codec = codec
         self._memory: list[dict[tuple[int, torch.dtype, torch.device, int], Codes]] = [{} for _ in range(IN_FLIGHT)]
