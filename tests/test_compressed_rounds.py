@@ -144,15 +144,16 @@ def encoded(p, w, keeps=True):
     return c, A
 
 
-def anchored(n, k, w, *, momentum=0.0, weight_decay=0.0, feeds=True, α=0.6, β=0.7):
-    """x_i(t) of Overlap-Local-SGD. Without `feeds` there is no error feedback."""
+def anchored(n, k, w, *, momentum=0.0, weight_decay=0.0, feeds=True, twice=False, α=0.6, β=0.7):
+    """x_i(t) of Overlap-Local-SGD. Without `feeds` there is no error feedback; `twice` says what was dropped in u again."""
     x, v = np.tile(X0, (n, 1)), np.zeros((n, len(X0)))
     z, u, e, A, path = X0, 0 * x, 0 * x, 0 * X0, []
     for t in range(STEPS + 1):
         if t > 0 and t % k == 0:
             z = z + A
-            x = (1 - α) * x + α * z
-            u = β * u + (x - z)
+            seen = z if twice else z + e
+            x = (1 - α) * x + α * seen
+            u = β * u + (x - seen)
             c, A = encoded(u + e, w)
             e = u + e - c if feeds else e
         path.append(x)
@@ -277,6 +278,7 @@ def test_the_path_of_an_anchor_is_that_of_the_equations_with_error_feedback(n):
     x = anchored(n, 3, weights(n, "anchored"), **HEAVY)
     assert distance(positions(paths(n)["anchored"]), x) < 1e-6
     assert distance(anchored(n, 3, weights(n, "anchored"), **HEAVY, feeds=False), x) > 1e-3
+    assert distance(anchored(n, 3, weights(n, "anchored"), **HEAVY, twice=True), x) > 1e-3
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -126,7 +126,10 @@ class CoCoD(Algorithm):
         """S ← x ; A ← async Σ_j w_j S_j."""
         self.begin_round()
         if self.base is not None:
+            θ = self.base.θ
             self.repair(self.base.take_in(self.x, self.w, self.subject("new parameters") if self.apart else None))
+            if self.base.θ is not θ:  # x has become a mean
+                self._taken = [], None
         layout = self.comm.layout(self.x)
         if self.S is None or self.S.layout is not layout:
             self.S, self._taken = layout.buffer(), ([], None)

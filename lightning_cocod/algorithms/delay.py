@@ -139,7 +139,7 @@ class Delay:
         if rounds.residuals is None:
             fragment.A = rounds.comm.correction_(D, rounds.w, subject, own=a, relative_to=size)
         else:
-            fragment.A = rounds.residuals.mean_(D, list(fragment.θ), subject, own=a, relative_to=size)
+            fragment.A = rounds.residuals.mean_(D, list(fragment.θ), subject, like=Δ, own=a, relative_to=size)
         if not self.overlap:
             fragment.A.wait()
         return G

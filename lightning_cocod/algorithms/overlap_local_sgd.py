@@ -40,7 +40,8 @@ class OverlapLocalSGD(Algorithm):
     stays local. Memory beyond the parameters: two copies of them, z and u_i.
 
     With ``compression`` the workers send codes of u_j, with error feedback (see ``Residuals``), and z moves by their mean:
-    two more copies of the parameters.
+    two more copies of the parameters. What a code has dropped, e_i, has been said all the same, so that for worker i the
+    anchor is z + e_i. The consensus model is z, without them.
 
     Args:
         model: the module that is trained.
@@ -143,7 +144,12 @@ class OverlapLocalSGD(Algorithm):
         if self.comm.rank in left_out:
             z.copy_to(self._known)
             torch._foreach_zero_(u.buckets)
-        for (_, (anchor, x)), (_, (momentum, _)) in zip(z.beside(self._known), u.beside(self._known), strict=True):
+        # What a code has dropped has been said all the same: from here the anchor is z + e, or it would be said again.
+        e = [] if self.residuals is None else [self.residuals.of(self._known)]
+        for (_, (anchor, x, *kept)), (_, (momentum, _)) in zip(
+            z.beside(self._known, *e), u.beside(self._known), strict=True
+        ):
+            anchor = torch.add(anchor, kept[0]) if kept else anchor
             x.lerp_(anchor, self.α)
             momentum.mul_(self.β).add_(x - anchor)
         self.repair(left_out)

@@ -97,13 +97,15 @@ class PipeSGD(Algorithm):
     ) -> None:
         super().__init__(model, optimizer, when=as_when(1, warmup_steps), weights=weights, **shared)
         self.overlap = flag("overlap", overlap)
-        self.residuals = None if self.compression is None else Residuals(self.comm, self.compression)
+        self.residuals: dict[Optimizer, Residuals] = {}  # one each: two optimizers may have a parameter in common
+        if self.compression is not None:
+            self.residuals = {opt: Residuals(self.comm, self.compression) for opt in self.optimizers}
         self._forget()
 
     def _forget(self) -> None:
         self.pipes: dict[Optimizer, Pipe] = {}
-        if self.residuals is not None:
-            self.residuals.forget()
+        for residuals in self.residuals.values():
+            residuals.forget()
         self._resting: list[nn.Parameter] = []  # of the optimizer that is about to step
         self._staleness = 0
 
@@ -144,11 +146,11 @@ class PipeSGD(Algorithm):
         self.x, self.weights = self._parameters(), self._next_weights
         if self.comm.world_size > 1:
             subject = self.subject("gradients")
-            if self.residuals is None:
+            if not self.residuals:
                 pipe.A = self.comm.mean_([*pipe.G.buckets, present], self.w, subject)
             else:
                 self.comm.mean_([present], self.w, self.subject("gradients present"))  # on its way before those
-                pipe.A = self.residuals.mean_(pipe.G, x, subject)
+                pipe.A = self.residuals[optimizer].mean_(pipe.G, x, subject)
             if not self.overlap:
                 pipe.A.wait()
 
@@ -202,7 +204,7 @@ class PipeSGD(Algorithm):
             }
             for opt, pipe in self.pipes.items()
         }
-        e = None if self.residuals is None else self.residuals.state_dict(numbers)
+        e = {self.optimizers.index(opt): residuals.state_dict(numbers) for opt, residuals in self.residuals.items()}
         return {**super().state_dict(), "pipes": pipes, "residuals": e}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,8 +212,8 @@ class PipeSGD(Algorithm):
         super().load_state_dict(state)
         self._forget()
         members = self._members()
-        if self.residuals is not None:
-            self.residuals.load_state_dict(state["residuals"], members)
+        for opt, residuals in self.residuals.items():
+            residuals.load_state_dict(state["residuals"].get(self.optimizers.index(opt)), members)
         for number, kept in state["pipes"].items():
             x, present = [members[n] for n in kept["x"]], torch.tensor(kept["present"])
             pipe = Pipe(x, self.comm.layout([p.detach() for p in x]).buffer(), present, complete=False)

@@ -35,6 +35,13 @@ class Residuals:
         """e ← 0."""
         self.e = {}
 
+    def of(self, x: Sequence[nn.Parameter], like: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """e of these parameters, which lies in memory as they do, or as others do; 0 of those that are new."""
+        for p, form in zip(x, like or x, strict=True):
+            if p not in self.e:
+                self.e[p] = torch.empty_strided(form.size(), form.stride(), dtype=p.dtype, device=p.device).zero_()
+        return [self.e[p] for p in x]
+
     @torch.no_grad()
     def mean_(
         self,
@@ -42,14 +49,12 @@ class Residuals:
         x: Sequence[nn.Parameter],
         subject: Subject,
         *,
+        like: Sequence[Tensor] | None = None,
         own: float = 0.0,
         relative_to: Tensor | None = None,
     ) -> Message:
         """The above, with a = ``own``. D belongs to x; neither it nor e must be touched until the message has arrived."""
-        for p in x:
-            if p not in self.e:
-                self.e[p] = torch.zeros_like(p)
-        e = [self.e[p] for p in x]
+        e = self.of(x, like)
         D.add_(e)
         return self.comm.compressed_mean_(D, e, self.compression, subject, own=own, relative_to=relative_to)
 
@@ -59,4 +64,4 @@ class Residuals:
 
     def load_state_dict(self, state: Any, members: Sequence[nn.Parameter]) -> None:
         """Continue with e; without one, with 0."""
-        self.e = {members[number]: torch.zeros_like(members[number]).copy_(e) for number, e in (state or {}).items()}
+        self.e = {members[number]: e.to(members[number].device, copy=True) for number, e in (state or {}).items()}

@@ -68,7 +68,10 @@ class SharedBase:
         """θ, parameter by parameter."""
         if self.θ is None:
             return []
-        values = [torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self._known]
+        values = [
+            torch.empty_strided(p.size(), p.stride(), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            for p in self._known
+        ]
         self.θ.copy_to(values, keep=False)
         return values
 
