@@ -1,6 +1,6 @@
 """Faults that users of other projects have reported, and the tests that show what happens here instead.
 
-A report about something that does not exist here yet (codecs, gossip, outer optimizers) names the test that shows today's
+A report about something that does not exist here yet (gossip, a server) names the test that shows today's
 behaviour, most often a refusal at construction; the feature brings its own.
 """
 
@@ -16,7 +16,6 @@ from support.toys import Toy, loader, trainer
 from lightning_cocod.compression import Int8
 from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, CO2Strategy, EagerDiLoCoStrategy, PipeSGDStrategy
 
-REFUSED = "test_launch::test_options_out_of_range_are_refused_in_one_line"  # compression= is among them
 RESUMED = "test_resume::test_resumed_equals_uninterrupted"
 REPORTS = {
     1: (
@@ -34,7 +33,7 @@ REPORTS = {
         "collectives in another order on every rank",
         "test_comm_communicator::test_many_messages_of_different_kinds_keep_their_order_beside_foreign_collectives",
         "test_comm_communicator::test_a_difference_in_any_field_of_the_header_is_an_error_on_all_ranks_that_names_both_sides",
-        REFUSED,
+        "test_compressed_rounds::test_workers_with_different_codecs_are_told",
     ),
     4: (
         "a collective of the user's races with ours",
@@ -52,7 +51,11 @@ REPORTS = {
         "test_cocod::test_a_run_resumed_from_its_state_is_the_uninterrupted_run_bit_for_bit",
         "test_strategy::test_a_resumed_run_goes_on_counting_steps",
     ),
-    7: ("residuals are missing in a checkpoint", REFUSED, RESUMED),
+    7: (
+        "residuals are missing in a checkpoint",
+        "test_compressed_rounds::test_waiting_resuming_and_evaluating_change_no_bit",
+        RESUMED,
+    ),
     8: (
         "the anchor is missing in a checkpoint",
         RESUMED,
@@ -72,7 +75,6 @@ REPORTS = {
         "one rank has a batch more",
         "test_plain_loop::test_ranks_out_of_step_both_name_both_sides",
         "test_faults::test_a_rank_that_runs_out_of_data_early_is_named_and_hangs_nobody",
-        REFUSED,
     ),
     12: (
         "a rank is lost; the others hang, or end with 0",
@@ -101,7 +103,7 @@ REPORTS = {
     ),
     16: (
         "error feedback is lost when buckets change",
-        REFUSED,
+        "test_compressed_rounds::test_a_layer_that_thaws_joins_the_base",
         "test_trainer_modes::test_an_unfrozen_backbone_joins_the_average_when_it_joins_the_optimizer",
     ),
     17: (
@@ -133,7 +135,7 @@ REPORTS = {
     ),
     22: (
         "messages of two dimensions only",
-        REFUSED,
+        "test_compression_codes::test_tensors_of_any_form",
         "test_cocod::test_parameters_of_every_kind_follow_the_paper_bit_for_bit",
         "test_comm_communicator::test_unusual_tensors_travel_or_are_refused_for_what_they_are",
         "test_half_precision::test_a_mean_of_halves_is_the_exact_mean_rounded_once",
@@ -162,7 +164,6 @@ REPORTS = {
     28: (
         "a communication hook of DDP's beside ours",
         "test_launch::test_options_of_ddp_are_refused_with_a_reason",
-        REFUSED,
     ),
 }
 
