@@ -587,7 +587,8 @@ def test_a_run_whose_parameters_came_later_is_resumed_bit_for_bit(stop):
 def test_the_lost_steps_of_the_fragments_are_told(caplog):
     trained(0, 1, **MANY)
     # The rounds of the fragments end at 14, 15 and 16. At 17 the last of them is still in flight; that before ended at 12.
-    told = "the last 2 to 5 steps are not in the model of streaming_diloco: how many depends on the fragment"
+    told = "the last 2 to 5 steps are not in the model of streaming_diloco: how many depends on the fragment; the "
+    told += "fewest are missing after a multiple of the period's steps and the delay"
     assert [r.getMessage() for r in caplog.records] == [told]
 
 
