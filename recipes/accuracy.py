@@ -50,6 +50,8 @@ RUNS = {
     "eager_diloco_adamw": "eager_diloco(period=16, optimizer='adamw', lr=0.02)",
     "ddp_adamw": "ddp(optimizer='adamw', lr=0.02)",
 }
+SHARED = ("images", "epochs", "batch_size", "lr", "warmup", "test_images", "precision", "compile")
+"""Settings that all runs of a table have alike, beside the data."""
 CLASSES = 10
 IMPORTS = ["lightning_cocod.strategies", "lightning_cocod.workloads"]  # what takes long
 
@@ -77,10 +79,16 @@ def train(job: Mapping[str, Any], say: Callable[[Point], None]) -> None:
         return OPTIMIZERS[run.optimizer](parameters, lr=run.lr * job["lr"])
 
     model = classifier(optimizer, job["warmup"])
+    if job["compile"]:
+        model.model.compile()
     torch.manual_seed(1000 * job["seed"] + int(os.environ["LOCAL_RANK"]))  # ranks vary their images each in its own way
     data = Decoded(job["cache"], job["batch_size"] // ranks, job["test_images"], job["images"])
     trainer = cifar10_job.trainer(
-        strategy=strategy(run.strategy, **run.options), devices=ranks, max_epochs=job["epochs"], callbacks=[Curve(say)]
+        strategy=strategy(run.strategy, **run.options),
+        devices=ranks,
+        max_epochs=job["epochs"],
+        precision=job["precision"],
+        callbacks=[Curve(say)],
     )
     trainer.fit(model, data)
     (tested,) = trainer.test(model, data, verbose=False)
@@ -95,7 +103,7 @@ def compare(options: argparse.Namespace) -> bool:
     """All trainings that are not finished yet, one after the other; then the tables. Whether none has failed."""
     options.out.mkdir(parents=True, exist_ok=True)
     cache = decode(options.data, options.out)
-    shared = {key: getattr(options, key) for key in ("images", "epochs", "batch_size", "lr", "warmup", "test_images")}
+    shared = {key: getattr(options, key) for key in SHARED}
     shared["data"] = str(options.data.resolve())
     well = True
     try:
@@ -146,6 +154,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--warmup", type=float, default=0.1, help="fraction of the run")
     parser.add_argument("--test-images", type=int, default=2000, help="after every epoch but the last")
+    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of Lightning's Trainer")
+    parser.add_argument("--compile", action="store_true", help="torch.compile; with bf16-mixed thrice as fast where there is AMX")
     parser.add_argument("--seeds", default="0,1", metavar="N,...", help="of the weights, the order and the augmentation")
     parser.add_argument("--ranks", default="2,4", metavar="N,...")
     parser.add_argument("--runs", default=",".join(RUNS), metavar="NAME,...", help=f"some of {', '.join(RUNS)}, or none")

@@ -190,16 +190,18 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_which_name_its_own_and_rea
     assert broken.isfinite().all() == synchronous  # a local step had been made with it; no synchronous one
 
 
-def uneven(rank, world, strategy):
+def uneven(rank, world, strategy, compression):
     """Rank 1 has a batch more in each epoch, and Lightning is told not to share the data out."""
     mine = Subset(dataset(), range(40 + 8 * rank))
-    t = make(strategy, world, max_epochs=20, use_distributed_sampler=False)
+    chosen = CLASSES[strategy](timeout=DEADLINE, period=2, compression=compression)
+    t = trainer(chosen, world, max_epochs=20, use_distributed_sampler=False)
     t.fit(Toy(dropout=0.0), DataLoader(mine, batch_size=8))
 
 
 @every_strategy
-def test_a_rank_that_runs_out_of_data_early_is_named_and_hangs_nobody(strategy):
-    both = ends(uneven, strategy)
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_rank_that_runs_out_of_data_early_is_named_and_hangs_nobody(strategy, compression):
+    both = ends(uneven, strategy, compression)
     assert [code for code, _ in both] == [FAILED, FAILED]
     named = r"out of step: rank (\d) sends .*, rank (\d) sends .*; every rank needs .* and the same number of batches"
     found = [match.groups() for _, words in both if (match := re.search(named, words))]

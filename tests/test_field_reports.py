@@ -104,6 +104,7 @@ REPORTS = {
     16: (
         "error feedback is lost when buckets change",
         "test_compressed_rounds::test_a_layer_that_thaws_joins_the_base",
+        RESUMED,
         "test_trainer_modes::test_an_unfrozen_backbone_joins_the_average_when_it_joins_the_optimizer",
     ),
     17: (

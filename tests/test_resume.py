@@ -23,6 +23,7 @@ from support.toys import STRATEGIES, VARIANTS, Toy, TwoOptimizers, dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from lightning_cocod import strategies
+from lightning_cocod.compression import Int4, TopK
 
 BY_NAME = {strategy.registered_name: strategy for strategy in strategies.STRATEGIES}
 
@@ -240,6 +241,10 @@ CASES = {
     "an accumulation that grows": Case(Grows, every=3),
     "manual optimization": Case(TwoOptimizers, strategies=ALL, every=5),
     "parameters that freeze and thaw": Case(Thaws, strategies=(*ALL, *VARIANTS), every=3),
+    "with a codec": Case(strategy={"compression": Int4(block=8)}, strategies=(*ALL, *VARIANTS), every=3),
+    "parameters that freeze and thaw, with a codec": Case(
+        Thaws, strategy={"compression": TopK(ratio=0.25)}, strategies=("cocod", "diloco", "eager_diloco"), every=3
+    ),
     "gradients that the user zeroes": Case(NeverZeroed, every=5),
     "clipping": Case(options={"gradient_clip_val": 0.1}, every=5),
     "a scaler that skips steps": Case(Overflows, made=scaled, every=5),
