@@ -155,7 +155,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=float, default=0.1, help="fraction of the run")
     parser.add_argument("--test-images", type=int, default=2000, help="after every epoch but the last")
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of Lightning's Trainer")
-    parser.add_argument("--compile", action="store_true", help="torch.compile; with bf16-mixed thrice as fast where there is AMX")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile; with bf16-mixed 2 to 3 times as fast where there is AMX"
+    )
     parser.add_argument("--seeds", default="0,1", metavar="N,...", help="of the weights, the order and the augmentation")
     parser.add_argument("--ranks", default="2,4", metavar="N,...")
     parser.add_argument("--runs", default=",".join(RUNS), metavar="NAME,...", help=f"some of {', '.join(RUNS)}, or none")

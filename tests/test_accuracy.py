@@ -150,7 +150,17 @@ def test_what_is_finished_is_not_done_again(data, tmp_path, trained):
 
 
 @pytest.mark.parametrize(
-    "change", ["--lr 0.2", "--epochs 3", "--warmup 0.2", "--images 160", "--batch-size 20", "--test-images 40"]
+    "change",
+    [
+        "--lr 0.2",
+        "--epochs 3",
+        "--warmup 0.2",
+        "--images 160",
+        "--batch-size 20",
+        "--test-images 40",
+        "--precision bf16-mixed",
+        "--compile",
+    ],
 )
 def test_other_settings_are_done_and_do_not_mix(change, data, tmp_path, trained):
     recipe.compare(tiny(data, tmp_path))
