@@ -438,6 +438,7 @@ def run(rank, world, speeds, *, samples=101, strategy="cocod", period=2, callbac
 
 
 CHANGES = changing({3: (3.0, 1.0), 14: (1.0, 1.0), 20: (1.0, 3.0)})
+FOUR = changing({3: (4.0, 1.0, 2.0, 1.0), 8: (1.0, 5.0, 1.0, 1.0)})
 CASES = {
     2: {
         "changing": {"speeds": CHANGES},
@@ -450,7 +451,11 @@ CASES = {
         "blocking launch": {"speeds": CHANGES, "made": {"overlap": False}},
         "equal": {"speeds": once(3.0, 1.0), "made": {"batch_sizes": "equal"}},
     },
-    4: {"changing": {"speeds": changing({3: (4.0, 1.0, 2.0, 1.0), 8: (1.0, 5.0, 1.0, 1.0)}), "samples": 203}},
+    4: {
+        "changing": {"speeds": FOUR, "samples": 203},
+        "gradients in nodes": {"speeds": FOUR, "samples": 203, "made": {"intra_node": 1, "ranks_per_node": 2}},
+        "means in nodes": {"speeds": FOUR, "samples": 203, "period": 4, "made": {"intra_node": 2, "ranks_per_node": 2}},
+    },
 }
 
 
@@ -524,8 +529,11 @@ def test_sizes_stay_the_same_within_an_optimizer_step():
     assert len(np.unique(sizes(ranks)[full], axis=0)) > 1
 
 
-def paper(ranks, *, period, world, accumulated=1, warmup=0, weigh=None):
-    """x_i before every batch: CoCoD with the weights of what was computed in each round (or of `weigh`)."""
+def paper(ranks, *, period, world, accumulated=1, warmup=0, every=None, weigh=None):
+    """x_i before every batch: CoCoD with the weights of what was computed in each round (or of `weigh`).
+
+    With `every`, nodes of two workers average among themselves every so many steps.
+    """
     batches = list(zip(*(rank.seen for rank in ranks), strict=True))
     steps, group = [], []
     for position, parts in enumerate(batches):
@@ -555,8 +563,18 @@ def paper(ranks, *, period, world, accumulated=1, warmup=0, weigh=None):
         if t < warmup:
             w = np.ones(world) if weigh else sized.sum(0)
             g = np.full(world, w / w.sum() @ g)
+        if every == 1:
+            g = in_nodes(g, np.ones(world) if weigh else sized.sum(0))
         x = x - LR * g
+        if every and every > 1 and (t + 1 - (ends - period)) % every == 0:
+            x = in_nodes(x, np.ones(world) if weigh else computed)
     return np.array(path)
+
+
+def in_nodes(values, weights):
+    """The weighted means of the first two, the next two, …, each twice."""
+    means = (values * weights).reshape(-1, 2).sum(1) / weights.reshape(-1, 2).sum(1)
+    return means.repeat(2)
 
 
 @pytest.mark.parametrize(("world", "name"), UNEQUAL)
@@ -567,6 +585,7 @@ def test_the_path_is_cocods_with_the_weights_of_what_each_round_computed(world, 
         "world": world,
         "accumulated": case.get("accumulate_grad_batches", 1),
         "warmup": case.get("made", {}).get("warmup_steps", 0),
+        "every": case.get("made", {}).get("intra_node"),
     }
     seen = np.array([[x for *_, x in rank.seen] for rank in ranks]).T
     np.testing.assert_allclose(seen, paper(ranks, **options), rtol=0, atol=1e-12)

@@ -228,8 +228,7 @@ class Correction(Collective):
             S.copy_(scratch.add_(S, alpha=1 - self._own))
 
     def _measure(self, difference: Tensor) -> None:
-        wide = torch.promote_types(difference.dtype, torch.float32)
-        self._distances.append(torch.linalg.vector_norm(difference, dtype=wide))
+        self._distances += norms([difference])
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """Those of a ring all-reduce."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import IN_FLIGHT, Collective, ring
 from lightning_cocod.comm.errors import transport
-from lightning_cocod.comm.norms import total
+from lightning_cocod.comm.norms import norms, total
 from lightning_cocod.compression import Codec
 
 
@@ -193,8 +193,7 @@ class CompressedMean(Collective):
         return [flat[min(n, j * size) : min(n, (j + 1) * size)] for j in range(len(self._weights))]
 
     def _measure(self, difference: Tensor) -> None:
-        wide = torch.promote_types(difference.dtype, torch.float32)
-        self._distances.append(torch.linalg.vector_norm(difference, dtype=wide))
+        self._distances += norms([difference])
 
     def distance(self) -> Tensor | None:
         """‖m - p‖."""

@@ -1,4 +1,7 @@
-"""Euclidean norms, as numbers on the tensors' device: NaN or infinite if the tensors are."""
+"""Euclidean norms, as numbers on the tensors' device: NaN or infinite if the tensors are.
+
+One may also be infinite where a square, or their sum, overflows: numbers beyond 10¹⁹ in float32.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Norm of each, those of one dtype together: a call for each costs more than the arithmetic."""
     sizes: list[Tensor] = []
     for dtype, alike in _by_dtype(tensors).items():
-        sizes += torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
+        if dtype in (torch.float32, torch.float64) and all(t.dim() == 1 and t.device.type == "cpu" for t in alike):
+            sizes += [torch.dot(t, t).sqrt_() for t in alike]  # of BLAS: twice as fast as torch's norms
+        else:
+            sizes += torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
     return sizes
 
 
