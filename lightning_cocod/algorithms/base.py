@@ -19,9 +19,10 @@ from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.loop import StepHooks
 from lightning_cocod.algorithms.naming import with_inter_node
 from lightning_cocod.algorithms.node import Sizes, node_average
-from lightning_cocod.algorithms.options import nonfinite, positive
+from lightning_cocod.algorithms.options import nonfinite
 from lightning_cocod.algorithms.repair import forget, restore, tell
 from lightning_cocod.algorithms.replica import Replica
+from lightning_cocod.algorithms.weighing import Weighing
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Group, Message, Subject, promised_group_is_there
 from lightning_cocod.comm.compressed import Compression
@@ -133,10 +134,7 @@ class Algorithm:
             raise ValueError(f"{self.name} has no period that inter_node could be another name of: leave it out")
         self.node = node_average(self, intra_node, ranks_per_node)
         """What averages inside the nodes, if anything does."""
-        self.weights = _normalised(weights, self.comm.world_size)
-        """w of the message in flight, and so of the next merge."""
-        self._round_weights = self._next_weights = self._given_weights = self.weights
-        self._step_sizes, self._round_sizes = self._no_sizes(), self._no_sizes()
+        self.weighing = Weighing(weights, self.comm.world_size)
         self.left_out: tuple[int, ...] = ()
         """Ranks whose replica the pending correction replaces; known once it has been drained."""
         self.apart = False
@@ -174,9 +172,9 @@ class Algorithm:
         if self.node is not None and not self.when.synchronous(self.t):
             self.node.before_step(moved)
         elif self.comm.world_size > 1 and self.when.synchronous(self.t):
-            w = self._next_weights[self.comm.rank]  # each of these steps is a round of its own
-            subject = self.subject("gradients", weights=self._next_weights)
-            self.repair_buffers(average_gradients(moved, self.comm, w, subject))
+            w = self.weighing.of_next  # each of these steps is a round of its own
+            subject = self.subject("gradients", weights=w)
+            self.repair_buffers(average_gradients(moved, self.comm, w[self.comm.rank], subject))
 
     def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
         """Move the parameters.
@@ -221,7 +219,7 @@ class Algorithm:
         if self.replica.is_aside:
             raise RuntimeError("no optimizer step inside consensus(): leaving it would undo the step")
         self.t, self.apart = self.t + 1, True
-        self._step_sizes = self._no_sizes()
+        self.weighing.end_step()
         if self.node is not None:
             self.node.after_step()
 
@@ -286,14 +284,11 @@ class Algorithm:
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to continue, beside model and optimizer. Waits for a message in flight, folds nothing."""
-        weights = [list(w) for w in (self.weights, self._round_weights, self._next_weights)]
         numbers = {p: number for number, p in enumerate(self._members())}
         return {
             "t": self.t,
             "round": (self.rounds.ends, self.rounds.length),
-            "weights": weights,
-            "given_weights": list(self._given_weights),
-            "sizes": [list(self._step_sizes), list(self._round_sizes)],
+            **self.weighing.state_dict(),
             "x": [numbers[p] for p in self.x],
             "trainable": sorted(numbers[p] for p in self._trainable),
         }
@@ -306,16 +301,8 @@ class Algorithm:
         Raises:
             ValueError: the state of another number of workers.
         """
-        if len(state["weights"][0]) != self.comm.world_size:
-            raise ValueError(
-                f"this state is one of {len(state['weights'][0])} workers, there are {self.comm.world_size}; "
-                "continue from the consensus model instead"
-            )
+        self.weighing.load_state_dict(state)
         self.t, (self.rounds.ends, self.rounds.length) = state["t"], state["round"]
-        self.weights, self._round_weights, self._next_weights = (list(w) for w in state["weights"])
-        self._step_sizes, self._round_sizes = (list(sizes) for sizes in state["sizes"])
-        if list(self._given_weights) != state["given_weights"]:
-            self._next_weights = self._given_weights
         self.apart = True
         members = self._members()
         self.x = [members[number] for number in state["x"]]
@@ -361,7 +348,7 @@ class Algorithm:
         Raises:
             ValueError: not one positive number for each worker.
         """
-        self._next_weights = _normalised(weights, self.comm.world_size)
+        self.weighing.set(weights)
 
     def weigh_batch(self, sizes: Sequence[int]) -> None:
         """A batch begins: how many of its samples are each worker's, the same numbers on every rank.
@@ -372,18 +359,14 @@ class Algorithm:
         Raises:
             ValueError: not one positive number for each worker.
         """
-        self._step_sizes = [sum(pair) for pair in zip(self._step_sizes, sizes, strict=True)]
-        self._round_sizes = [sum(pair) for pair in zip(self._round_sizes, sizes, strict=True)]
-        self._next_weights = _normalised(self._step_sizes, self.comm.world_size)
-        self._round_weights = _normalised(self._round_sizes, self.comm.world_size)
+        self.weighing.count(sizes)
 
     # For the algorithms
 
     def begin_round(self) -> None:
         """A round has ended and another begins: what is sent now reports the one that ended, with its weights."""
         self.x = self._parameters()
-        self.weights, self._round_weights = self._round_weights, self._next_weights
-        self._round_sizes = self._no_sizes()
+        self.weighing.begin_round()
 
     def repair(self, left_out: tuple[int, ...], group: Group | None = None) -> None:
         """x is the mean without these ranks, theirs as well. What else they hold may not be finite: see to it.
@@ -406,6 +389,11 @@ class Algorithm:
             tell(group, left_out, self.t, "gradients left out of the mean")
 
     @property
+    def weights(self) -> list[float]:
+        """w of all workers in the message in flight, and so in the next merge."""
+        return self.weighing.in_flight
+
+    @property
     def w(self) -> float:
         """w_i: this worker's weight."""
         return self.weights[self.comm.rank]
@@ -414,16 +402,6 @@ class Algorithm:
     def own_weight(self) -> float:
         """Of all workers that report what this one does: its own, or that of its node."""
         return self.w if self.node is None else math.fsum(self.weights[rank] for rank in self.node.ranks)
-
-    @property
-    def round_weights(self) -> list[float]:
-        """Of the workers in the round under way, as far as they are known."""
-        return self._round_weights
-
-    @property
-    def step_weights(self) -> list[float]:
-        """Of the workers in the step under way: the sizes of their batches where they are told, else those of the round."""
-        return self._next_weights if any(self._step_sizes) else self._round_weights
 
     def subject(self, kind: str, *, counted: bool = True, weights: Sequence[float] | None = None) -> Subject:
         """The header of a message of this algorithm at this step; weighted as the message in flight unless told."""
@@ -434,9 +412,6 @@ class Algorithm:
         return None
 
     # Inside
-
-    def _no_sizes(self) -> list[int]:
-        return [0] * self.comm.world_size
 
     def _parameters(self) -> list[nn.Parameter]:
         """Every parameter that an optimizer has ever been free to move.
@@ -538,11 +513,6 @@ class Algorithm:
         if self.node is not None and self.node.every == 1:
             return "intra_node=1 averages the gradients in a node before you clip them"
         return None
-
-
-def _normalised(weights: Sequence[float] | None, world_size: int) -> list[float]:
-    given = positive(weights, world_size) or [1.0] * world_size
-    return [w / math.fsum(given) for w in given]
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

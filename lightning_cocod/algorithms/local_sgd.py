@@ -78,7 +78,7 @@ class LocalSGD(Algorithm):
         if not first:
             self._merged = self._average()
             self.repair(self._merged.left_out)
-        self.weights = self._round_weights  # nothing is in flight: what is averaged next is the round that begins
+        self.weighing.report_round()  # nothing is in flight: what is averaged next is the round that begins
 
     def _average(self) -> Message:
         """x ← Σ_j w_j x_j."""

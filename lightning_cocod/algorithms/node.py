@@ -66,14 +66,14 @@ class NodeAverage:
     def before_step(self, optimizers: Sequence[Optimizer]) -> None:
         """g ← Σ_{j ∈ V} v_j g_j."""
         if self.every == 1 and len(self.ranks) > 1:
-            group, subject = self._about("gradients in the node", self._algorithm.step_weights)
+            group, subject = self._about("gradients in the node", self._algorithm.weighing.of_step)
             left_out = average_gradients(optimizers, group, subject.weights[group.rank], subject)
             self._algorithm.repair_buffers(left_out, group)
 
     def after_step(self) -> None:
         """x ← Σ_{j ∈ V} v_j x_j where it is time."""
         if len(self.ranks) > 1 and self._is_due():
-            group, subject = self._about("node", self._algorithm.round_weights)
+            group, subject = self._about("node", self._algorithm.weighing.of_round)
             x = [p.detach() for p in self._algorithm._parameters()]
             mean = group.mean_(x, subject.weights[group.rank], subject)
             mean.wait()

@@ -148,7 +148,8 @@ class OuterRounds(Algorithm):
         if begins := self.rounds.begin(self.t):
             self.begin_round()
         elif ending:
-            self.x, self.weights = self._parameters(), self._round_weights
+            self.x = self._parameters()
+            self.weighing.report_round()
         joined = self.fragments if first else ending  # by parameters that are new
         self.x = [p for p in self.x if (fragment := self._fragment_of(p)) in joined or p in fragment.θ]
         for fragment in ending:
@@ -156,7 +157,7 @@ class OuterRounds(Algorithm):
             if fragment.θ:
                 self.delay.end(self, fragment)
         if ending and isinstance(self.delay, Lag):
-            self.weights = self._round_weights  # nothing is remembered of the round before
+            self.weighing.report_round()  # nothing is remembered of the round before
         self._merge(ending)
         for fragment in joined:
             self._take_in(fragment, apart=not first)

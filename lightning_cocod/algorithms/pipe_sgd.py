@@ -143,7 +143,8 @@ class PipeSGD(Algorithm):
                 self._resting = x  # zeros for now: torch cannot clip where there is no gradient at all
         self.repair_buffers(late.left_out)
         pipe = self.pipes[optimizer] = Pipe(x, late.G, present, complete)
-        self.x, self.weights = self._parameters(), self._next_weights
+        self.x = self._parameters()
+        self.weighing.report_step()
         if self.comm.world_size > 1:
             subject = self.subject("gradients")
             if not self.residuals:
