@@ -73,13 +73,17 @@ class Layout:
         cap: the most bytes of a bucket as its values are summed (``summed_in``). By default an 80th of the whole, between
             1 and 4 MiB: two of them in flight and the transport's memory, half as much, stay below 4 % of the parameters, or
             3 MiB. To hand one over costs the same whatever its size.
+        apart: a label for each tensor; those of different labels share no bucket. One label by default.
+        multiple: of which the number of elements of each bucket is one; the rest is padding, zero in buffers.
 
     Attributes:
         nbytes: of the tensors.
         summed_nbytes: of the same values as they are summed.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], cap: int | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], cap: int | None = None, *, apart: Sequence[int] | None = None, multiple: int = 1
+    ) -> None:
         total = sum(t.numel() * t.element_size() for t in tensors)
         cap = cap or min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, total // 80))
         self.nbytes = total
@@ -87,24 +91,28 @@ class Layout:
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sizes: list[int] = []
         self._pieces: list[list[_Piece]] = []
-        digest = hashlib.sha256(str(cap).encode())
+        labels = [0] * len(tensors) if apart is None else list(apart)
+        self._padded = multiple > 1
+        digest = hashlib.sha256(repr((cap, labels, multiple) if self._padded or any(labels) else cap).encode())
         self._forms = [_form(t) for t in tensors]
-        for kind in dict.fromkeys((t.dtype, t.device) for t in tensors if t.numel() > 0):
+        kinds = [(t.dtype, t.device, label) for t, label in zip(tensors, labels, strict=True)]
+        for kind in dict.fromkeys(kind for t, kind in zip(tensors, kinds, strict=True) if t.numel() > 0):
             room = max(1, cap // summed_in(kind[0]).itemsize)
-            self._open(kind)
+            self._open(kind[:2])
             for index, tensor in enumerate(tensors):
-                if (tensor.dtype, tensor.device) != kind:
+                if kinds[index] != kind:
                     continue
                 dense = _is_dense(tensor)
                 digest.update(repr((index, self._forms[index], str(tensor.dtype))).encode())
                 start, size = 0, tensor.numel()
                 while start < size:
                     if self._sizes[-1] >= room:
-                        self._open(kind)
+                        self._open(kind[:2])
                     step = min(size - start, room - self._sizes[-1]) if dense else size
                     self._pieces[-1].append(_Piece(index, start, start + step, self._sizes[-1]))
                     self._sizes[-1] += step
                     start += step
+        self._sizes = [-(-size // multiple) * multiple for size in self._sizes]
         self.fingerprint = int.from_bytes(digest.digest()[:7], "big")
         self._cache: tuple[tuple[int, ...], list[list[Tensor]]] = ((), [])
 
@@ -142,9 +150,8 @@ class Layout:
 
     def buffer(self, *, summed: bool = False) -> Buffer:
         """New, uninitialised buckets for a copy of all the tensors, or for ``summed`` values."""
-        return Buffer(
-            self, [torch.empty(n, dtype=summed_in(k[0]) if summed else k[0], device=k[1]) for n, k in self._each()]
-        )
+        made = torch.zeros if self._padded else torch.empty
+        return Buffer(self, [made(n, dtype=summed_in(k[0]) if summed else k[0], device=k[1]) for n, k in self._each()])
 
     def scratch(self, bucket: int, memory: dict[tuple[torch.dtype, torch.device], Tensor], *, summed: bool) -> Tensor:
         """One bucket's worth of reusable memory, for its ``summed`` values or for its bytes, out of a pool that grows to the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -206,7 +207,11 @@ class Channel:
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         with tracer.span("transfer", message=str(subject)):
-            collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+            idle = collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+        if (late := collective.was_finite()) is not None:
+            with tracer.span("headers", message=str(subject)):
+                headers = self._exchange(replace(header, flags=0 if late else NONFINITE))
+            unfit(headers, self.ranks, skip=False)
         arrived = self.lane.mark()
         numbers = None
         if fit and size is not None and (distance := collective.distance()) is not None:
@@ -214,10 +219,10 @@ class Channel:
             numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
         report.arrived = self.lane.mark()
         report.numbers = numbers
-        announced = size_of(self.world_size)
+        announced = size_of(self.world_size) * (1 if late is None else 2)
         sent, received = (announced + moved for moved in collective.traffic(self.rank, self.world_size))
         raw = announced + collective.uncompressed(self.rank, self.world_size)
         ledger = self._home.ledger
         ledger.add(sent=sent, received=received, raw=raw, messages=1)
         if subject.counted:
-            ledger.add_when_known("busy", lambda: self.lane.seconds(begun, arrived))
+            ledger.add_when_known("busy", lambda: None if (s := self.lane.seconds(begun, arrived)) is None else s - idle)

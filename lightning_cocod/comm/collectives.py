@@ -8,6 +8,7 @@ is rounded once; they travel as float32 too, since the transport adds in the dty
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
+from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import finite, norm, norms, total
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
@@ -43,11 +45,13 @@ class Collective(ABC):
         layout: of what travels.
         weight: of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives.
         sums: whether values are added up, and so travel in the dtype in which that is done.
+        gate: before each bucket, if some are still being computed when the message sets out.
     """
 
     layout: Layout
     weight: float
     sums: ClassVar[bool] = True
+    gate: Gate | None = None
 
     @property
     def fingerprint(self) -> int:
@@ -62,6 +66,10 @@ class Collective(ABC):
     def weigh(self, rank: int, weights: Sequence[float]) -> None:
         """Take other weights than those it was made with: some workers are left out."""
         self.weight = weights[rank]
+
+    def was_finite(self) -> bool | None:
+        """Whether what this worker has sent was, if that could not be known before; all are told."""
+        return None
 
     @abstractmethod
     def contents(self, bucket: int) -> list[Tensor]:
@@ -261,9 +269,14 @@ def is_finite(collective: Collective, size: Tensor) -> bool:
 
 
 @torch.no_grad()
-def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer) -> None:
-    """All buckets, in order, ``IN_FLIGHT`` of them at a time, until communication is ``over``."""
+def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer) -> float:
+    """All buckets, in order, ``IN_FLIGHT`` of them at a time, until communication is ``over``.
+
+    Returns:
+        Seconds in which nothing was under way, as the next bucket had not been computed.
+    """
     at_work: deque[tuple[int, Tensor, dist.Work]] = deque()
+    gate, idle = collective.gate, 0.0
 
     def finish_oldest() -> None:
         bucket, memory, work = at_work.popleft()
@@ -277,8 +290,13 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
                 at_work.append((bucket, memory, following))
 
     for bucket in range(len(collective.layout)):
-        while len(at_work) == IN_FLIGHT:
+        while at_work and (len(at_work) == IN_FLIGHT or not (gate is None or gate.is_open(bucket))):
             finish_oldest()
+        if gate is not None:
+            begun = time.perf_counter()
+            with tracer.span("await"):
+                gate.pass_(bucket, over)
+            idle += time.perf_counter() - begun
         memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT], summed=collective.sums)
         with tracer.span("encode"):
             if collective.weight:
@@ -288,3 +306,4 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
             at_work.append((bucket, memory, collective.launch(bucket, memory, group)))
     while at_work:
         finish_oldest()
+    return idle

@@ -11,7 +11,9 @@ from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.channel import Channel, Home
 from lightning_cocod.comm.collectives import Broadcast, Correction, Mean
 from lightning_cocod.comm.compressed import Compression, FromBase, FromZero
+from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.message import Message, Subject
+from lightning_cocod.comm.shards import Pull, Push, Rows
 
 
 class Group(Channel):
@@ -88,6 +90,22 @@ class Group(Channel):
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
         """x ← x of the source, in place, on the ranks that want it."""
         return self._submit(subject, Broadcast(tensors, self.layout(tensors), source, wanted=wanted), fit=True)
+
+    def gate(self, layout: Layout) -> Gate:
+        """Of the buckets of a push."""
+        return Gate(len(layout), self.lane)
+
+    def push_(self, g: Buffer, s: Sequence[Tensor], weight: float, rows: Rows, gate: Gate, subject: Subject) -> Message:
+        """s ← Σ_j w_j g_j, of every bucket this worker's shard, w_j being each worker's own ``weight``.
+
+        It sets out at once, and each bucket once its gate is open; then g must rest. Its layout has this group's size as
+        its ``multiple``. Raises NonFiniteMessage, when it is waited for, on all workers if one's g is not finite.
+        """
+        return self._submit(subject, Push(g, s, weight, self.world_size, rows, gate), fit=True)
+
+    def pull_(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, subject: Subject) -> Message:
+        """x ← the shards s of all workers, of every bucket of their layout, as they are pushed to."""
+        return self._submit(subject, Pull(s, x, layout))
 
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of these tensors; made once for equal shapes."""

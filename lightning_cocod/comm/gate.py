@@ -1,0 +1,49 @@
+"""A gate before each bucket: a message sets out while later parts of it are still being computed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from lightning_cocod.comm.errors import TransportError
+from lightning_cocod.comm.lane import Lane
+
+_PATIENCE = 0.5  # seconds between two looks at whether communication is over; opening wakes at once
+
+
+class Gate:
+    """Opened in any order by whoever computes the buckets, passed by the communication thread in the order of the message.
+
+    Args:
+        buckets: how many there are.
+        lane: of the communication thread.
+    """
+
+    def __init__(self, buckets: int, lane: Lane) -> None:
+        self._lane = lane
+        self._marks: list[Any] = [None] * buckets
+        self._opened = threading.Condition()
+
+    def open(self, bucket: int) -> None:
+        """What the bucket holds once this thread's work so far is done is what travels. It must rest from now on."""
+        mark = self._lane.mark()
+        with self._opened:
+            self._marks[bucket] = mark
+            self._opened.notify()
+
+    def is_open(self, bucket: int) -> bool:
+        """Whether passing would not wait."""
+        return self._marks[bucket] is not None
+
+    def pass_(self, bucket: int, over: threading.Event) -> None:
+        """Wait for it.
+
+        Raises:
+            TransportError: communication is over.
+        """
+        with self._opened:
+            while self._marks[bucket] is None:
+                if over.is_set():
+                    raise TransportError("communication ended before all of the message had been computed")
+                self._opened.wait(_PATIENCE)
+        self._lane.follow(self._marks[bucket])

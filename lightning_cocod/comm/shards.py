@@ -1,0 +1,127 @@
+"""Push and pull: of every bucket each worker owns a shard. Gradients go to the owners, parameters come back from them.
+
+Worker j of N owns the j-th of N equal parts of every bucket (whose ends are padded for that). An all-reduce is a push
+and a pull, and costs what both cost together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cocod.comm.buckets import Buffer, Layout, summed_in
+from lightning_cocod.comm.collectives import IN_FLIGHT, Collective
+from lightning_cocod.comm.errors import transport
+from lightning_cocod.comm.gate import Gate
+from lightning_cocod.comm.norms import finite, norms, total
+
+
+class Rows:
+    """Memory in which parts of shards arrive, a row from each worker. One for all pushes; the communication thread's."""
+
+    def __init__(self) -> None:
+        self._memory: list[dict[tuple[torch.dtype, torch.device], Tensor]] = [{} for _ in range(IN_FLIGHT)]
+
+    def beside(self, bucket: int, sent: Tensor) -> Tensor:
+        """As much as is sent."""
+        memory, kind = self._memory[bucket % IN_FLIGHT], (sent.dtype, sent.device)
+        if kind not in memory or memory[kind].numel() < sent.numel():
+            memory[kind] = torch.empty_like(sent)
+        return memory[kind][: sent.numel()]
+
+
+class Push(Collective):
+    """s ← Σ_i w_i g_i, added up by the owner of a shard in the order of ranks; s has the dtype of g.
+
+    Buckets set out as their gate opens, while others are still being computed. So whether g is finite is known only in
+    the end: it is told in a second header, and nobody may use s where a worker's was not.
+
+    Args:
+        g: this worker's part.
+        s: this worker's shard of each bucket.
+        weight: w of this worker.
+        world_size: number of workers.
+        rows: memory.
+        gate: opened for each bucket.
+    """
+
+    def __init__(self, g: Buffer, s: Sequence[Tensor], weight: float, world_size: int, rows: Rows, gate: Gate) -> None:
+        self.layout, self.weight = g.layout, weight
+        self._g, self._s, self._n, self._rows, self.gate = g.buckets, s, world_size, rows, gate
+        self._sizes: list[Tensor] = []
+
+    def contents(self, bucket: int) -> list[Tensor]:
+        """g."""
+        return [self._g[bucket]]
+
+    def was_finite(self) -> bool:
+        """Whether g was, once all of it has been sent."""
+        return finite(self._g, total(self._sizes))
+
+    def fill(self, bucket: int, scratch: Tensor) -> None:
+        """w g."""
+        if scratch.dtype == self._g[bucket].dtype:
+            torch.mul(self._g[bucket], self.weight, out=scratch)
+        else:  # the product, too, in the dtype of the sum
+            scratch.copy_(self._g[bucket]).mul_(self.weight)
+        self._sizes += norms([scratch])
+
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Every shard to its owner."""
+        with transport:
+            return group.alltoall_base(self._rows.beside(bucket, scratch), scratch, [], [])
+
+    def drain(self, bucket: int, scratch: Tensor) -> None:
+        """Add up."""
+        first, *others = self._rows.beside(bucket, scratch).view(self._n, -1)
+        for row in others:
+            first.add_(row)
+        self._s[bucket].copy_(first)
+
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """All but the own shard; as much comes in."""
+        moved = sum(flat.numel() // world_size * summed_in(flat.dtype).itemsize for flat in self._g) * (world_size - 1)
+        return moved, moved
+
+
+class Pull(Collective):
+    """x ← the shards of all owners.
+
+    Args:
+        s: this worker's shard of each bucket.
+        x: tensors of the layout.
+        layout: theirs.
+    """
+
+    weight = 1.0
+    sums: ClassVar[bool] = False
+
+    def __init__(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout) -> None:
+        self.layout, self._s = layout, s
+        self._pieces = layout.pieces(x, keep=False)
+
+    def contents(self, bucket: int) -> list[Tensor]:
+        """s."""
+        return [self._s[bucket]]
+
+    def fill(self, bucket: int, scratch: Tensor) -> None:
+        """Nothing: s is where it is."""
+
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Every owner's shard to all."""
+        with transport:  # it does not know every dtype
+            return group._allgather_base(scratch.view(torch.uint8), self._s[bucket].view(torch.uint8))
+
+    def drain(self, bucket: int, scratch: Tensor) -> None:
+        """Copy the pieces out."""
+        pieces = self._pieces[bucket]
+        torch._foreach_copy_(pieces, self.layout.cut(bucket, scratch, pieces))
+
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """The own shard to all others, and theirs."""
+        moved = sum(shard.numel() * shard.element_size() for shard in self._s) * (world_size - 1)
+        return moved, moved

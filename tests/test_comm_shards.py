@@ -1,0 +1,226 @@
+"""Push and pull: the owners' sums to the bit, whatever the order in which gradients come, and an end whatever happens."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.ranks import run_ranks
+
+from lightning_cocod.comm import CommunicationError, Communicator, NonFiniteMessage, Subject
+from lightning_cocod.comm.buckets import Layout
+from lightning_cocod.comm.shards import Rows
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+W = {1: [1.0], 2: [0.75, 0.25], 3: [0.5, 0.25, 0.25], 4: [0.25] * 4}
+
+
+def about(kind, step=0, **options):
+    return Subject("test", kind, step, **options)
+
+
+def gradients(rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(7,), (33, 5), (), (4, 3, 2), (1000,), (0,), (257,)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def server(comm, like, cap=1024, apart=None):
+    """A layout with small buckets, room for this worker's part, and its shards."""
+    layout = Layout(like, cap, apart=apart, multiple=comm.world_size)
+    g = layout.buffer()
+    s = [torch.full((flat.numel() // comm.world_size,), float("nan"), dtype=flat.dtype) for flat in g.buckets]
+    return layout, g, s
+
+
+def opened(comm, layout, order=None):
+    gate = comm.gate(layout)
+    for bucket in order or range(len(layout)):
+        gate.open(bucket)
+    return gate
+
+
+def push_and_pull(rank, n, dtype):
+    with_rows = Rows()
+    comm = Communicator()
+    comm.start()
+    own = gradients(rank, dtype)
+    layout, g, s = server(comm, own)
+    results, x = [], [torch.zeros_like(t) for t in own]
+    for step in range(3):  # memory is used again
+        g.copy_([t * 2**step for t in own])
+        comm.push_(g, s, W[n][rank], with_rows, opened(comm, layout), about("gradients", step)).wait()
+        comm.pull_(s, x, layout, about("parameters", step)).wait()
+        results.append([t.clone() for t in x])
+    comm.close()
+    return results, len(layout), comm.ledger.totals()
+
+
+def wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_get_the_weighted_sum_in_the_order_of_ranks_to_the_bit(n, dtype):
+    parts = [gradients(rank, dtype) for rank in range(n)]
+    for results, buckets, totals in run_ranks(push_and_pull, n, dtype):
+        assert buckets > 5
+        for step, x in enumerate(results):
+            for number, t in enumerate(x):
+                expected = torch.zeros_like(t, dtype=wide(dtype))
+                for rank, part in enumerate(parts):
+                    product = (part[number] * 2**step).to(wide(dtype)) * W[n][rank]
+                    expected = product if rank == 0 else expected + product
+                assert torch.equal(t, expected.to(dtype))
+        size = sum(t.numel() for t in parts[0])
+        carried = size * (wide(dtype).itemsize + dtype.itemsize) * (n - 1) / n
+        assert totals.sent == totals.received
+        assert 3 * carried <= totals.sent <= 3 * (carried * 1.01 + buckets * n * 16 + 3 * 112 * n)
+
+
+def test_one_dtype_less_would_not_do():
+    """The negative control: bfloat16 added up in bfloat16 differs."""
+    a, b = (gradients(rank, torch.bfloat16)[4] for rank in range(2))
+    exact = (a.float() * 0.75 + b.float() * 0.25).bfloat16()
+    assert not torch.equal(exact, a * 0.75 + b * 0.25)
+
+
+# Gates
+
+
+def in_any_order(rank, n):
+    """Buckets are computed in an order of each rank's own, by another thread, after the message has set out."""
+    comm = Communicator()
+    comm.start()
+    own = gradients(rank)
+    layout, g, s = server(comm, own)
+    g.copy_(own)
+    truth = [flat.clone() for flat in g.buckets]
+    for flat in g.buckets:
+        flat.fill_(float("nan"))  # as long as it has not been computed
+    gate = comm.gate(layout)
+    message = comm.push_(g, s, 1 / n, Rows(), gate, about("gradients"))
+    order = torch.randperm(len(layout), generator=torch.Generator().manual_seed(rank)).tolist()
+
+    def backward():
+        for bucket in order:
+            g.buckets[bucket].copy_(truth[bucket])
+            gate.open(bucket)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    message.wait()
+    thread.join()
+    comm.close()
+    return order, [flat.clone() for flat in s], [flat.view(n, -1)[rank] for flat in truth], truth
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_buckets_may_be_computed_in_any_order(n):
+    ranks = run_ranks(in_any_order, n)
+    assert len({tuple(order) for order, *_ in ranks}) == n
+    for rank, (_, s, _, _) in enumerate(ranks):
+        for bucket, shard in enumerate(s):
+            expected = sum(truth[bucket].view(n, -1)[rank] * (1 / n) for *_, truth in ranks)
+            assert torch.equal(shard, expected)
+
+
+def never_computed(rank, n):
+    """Rank 1 fails in the middle of its backward."""
+    comm = Communicator(timeout=10.0)
+    comm.start()
+    own = gradients(rank)
+    layout, g, s = server(comm, own)
+    g.copy_(own)
+    gate = comm.gate(layout)
+    message = comm.push_(g, s, 1 / n, Rows(), gate, about("gradients"))
+    gate.open(0)
+    if rank == 0:
+        for bucket in range(len(layout)):
+            gate.open(bucket)
+        with pytest.raises(CommunicationError, match=r"rank 1 .*ValueError: in backward"):
+            message.wait()
+        comm.abort(RuntimeError("follows"))
+    else:
+        comm.abort(ValueError("in backward"))
+        with pytest.raises(CommunicationError, match="ValueError: in backward"):
+            message.wait()
+    comm.close()
+
+
+def test_a_backward_that_fails_ends_the_push_on_all_ranks_which_name_it():
+    run_ranks(never_computed, 2)
+
+
+def not_finite(rank, n, value):
+    comm = Communicator()
+    comm.start()
+    own = gradients(rank)
+    if rank == 1:
+        own[4][500] = value
+    layout, g, s = server(comm, own)
+    g.copy_(own)
+    message = comm.push_(g, s, 1 / n, Rows(), opened(comm, layout), about("gradients"))
+    try:
+        with pytest.raises(NonFiniteMessage, match="rank 1"):
+            message.wait()
+    finally:
+        comm.abort(RuntimeError("over"))
+        comm.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks_before_it_is_used(value):
+    run_ranks(not_finite, 2, value)
+
+
+def huge(rank, n):
+    """Finite, although the squares overflow."""
+    comm = Communicator()
+    comm.start()
+    own = [torch.full((100,), 1e30)]
+    layout, g, s = server(comm, own)
+    g.copy_(own)
+    comm.push_(g, s, 1 / n, Rows(), opened(comm, layout), about("gradients")).wait()
+    comm.close()
+    return s[0][0].item()
+
+
+def test_large_numbers_are_finite():
+    assert run_ranks(huge, 2) == [pytest.approx(1e30)] * 2
+
+
+# The layout
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES), st.integers(0, 2)), max_size=12),
+    st.integers(1, 5),
+    st.integers(4, 200),
+)
+def test_buckets_are_multiples_and_keep_labels_apart(spec, multiple, cap):
+    tensors = [torch.arange(size).to(dtype) for size, dtype, _ in spec]
+    labels = [label for *_, label in spec]
+    layout = Layout(tensors, cap, apart=labels, multiple=multiple)
+    assert all(size % multiple == 0 for size in layout.sizes())
+    for bucket in range(len(layout)):
+        assert len({labels[number] for number in layout.numbers(bucket)}) == 1
+    g = layout.buffer()
+    g.copy_(tensors)
+    back = [torch.zeros_like(t) for t in tensors]
+    g.copy_to(back)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, back, strict=True))
+    pads = sum(layout.sizes()) - sum(t.numel() for t in tensors)
+    assert pads < max(1, multiple) * max(1, len(layout))
+
+
+def test_padding_is_zero_and_labels_are_part_of_what_all_must_have_alike():
+    tensors = [torch.ones(5), torch.ones(6)]
+    g = Layout(tensors, multiple=4).buffer()
+    g.copy_(tensors)
+    assert g.buckets[0].tolist() == [1.0] * 11 + [0.0]
+    fingerprints = {Layout(tensors, apart=apart, multiple=m).fingerprint for apart in (None, [0, 1], [1, 0]) for m in (1, 2)}
+    assert len(fingerprints) == 6
