@@ -224,3 +224,32 @@ def test_padding_is_zero_and_labels_are_part_of_what_all_must_have_alike():
     assert g.buckets[0].tolist() == [1.0] * 11 + [0.0]
     fingerprints = {Layout(tensors, apart=apart, multiple=m).fingerprint for apart in (None, [0, 1], [1, 0]) for m in (1, 2)}
     assert len(fingerprints) == 6
+
+
+def without_one(rank, n):
+    """Rank 1's gradient is not finite and the others go on without it; rank 0 lacks a gradient."""
+    comm = Communicator()
+    comm.start()
+    own = gradients(rank)
+    if rank == 1:
+        own[1][3] = float("nan")
+    layout, g, s = server(comm, own)
+    g.copy_(own)
+    gate = comm.gate(layout)
+    gate.lacking = rank == 0
+    for bucket in range(len(layout)):
+        gate.open(bucket)
+    subject = about("gradients", weights=(0.25, 0.5, 0.25), skip=True)
+    message = comm.push_(g, s, subject.weights[rank], Rows(), gate, subject)
+    message.wait()
+    x = [torch.zeros_like(t) for t in own]
+    comm.pull_(s, x, layout, about("parameters")).wait()
+    comm.close()
+    return message.left_out, message.lacking, x
+
+
+def test_the_others_go_on_without_one_and_all_know_that_something_is_lacking():
+    for left_out, lacking, x in run_ranks(without_one, 3):
+        assert (left_out, lacking) == ((1,), True)
+        for number, t in enumerate(x):
+            assert torch.equal(t, gradients(0)[number] * 0.5 + gradients(2)[number] * 0.5)

@@ -11,12 +11,14 @@ from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
 from lightning_cocod.algorithms.pipe_sgd import PipeSGD
 from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
 from lightning_cocod.algorithms.slowmo import SlowMo
+from lightning_cocod.algorithms.ssgd import SSGD
 from lightning_cocod.algorithms.streaming_diloco import StreamingDiLoCo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 
 __all__ = [
     "CO2",
     "DCS3GD",
+    "SSGD",
     "Algorithm",
     "CoCoD",
     "DiLoCo",

@@ -86,6 +86,8 @@ class Algorithm:
     """Whether a rank may skip a step on its own, as a gradient scaler does. (See ``steps_together``.)"""
     has_rounds: ClassVar[bool] = True
     """Whether there are local steps, in which the workers of a node can do something on their own."""
+    one_backward_a_step: bool = True
+    """Whether a backward that is not under ``no_sync()`` completes the gradients of a step; said by the loop."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -252,8 +254,12 @@ class Algorithm:
         if running:
             self.start(broadcast=False)
 
+    def release(self) -> None:
+        """Model and optimizers are let go of, whatever has happened. Idempotent; after ``finish`` there is nothing to do."""
+
     def close(self) -> None:
         """Wait for the peers that live, then end thread and groups. Idempotent; raises PeerLost (see ``Communicator``)."""
+        self.release()
         self.comm.close()
 
     @contextmanager
@@ -276,6 +282,18 @@ class Algorithm:
             if left_out := self._become_consensus("consensus"):
                 tell(self.comm, left_out, self.t, "left out of the consensus")
             yield
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Scale an optimizer's gradients down to this norm, if theirs is larger; between ``before_step`` and ``step``.
+
+        Returns:
+            Their norm before.
+        """
+        return nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Of one of the optimizers, in the form of its ``state_dict()``. Collective where workers have a part of it each."""
+        return optimizer.state_dict()
 
     @property
     def started(self) -> bool:

@@ -26,7 +26,7 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Elements [start, stop) of tensor ``index``, in memory order, at ``offset`` of the bucket."""
 
     index: int
@@ -38,10 +38,10 @@ class _Piece:
 def _form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Shape, and strides where they decide the order in memory: not those of dimensions of one element."""
     strides = tuple(0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return tuple(tensor.shape), strides if _is_dense(tensor) else None
+    return tuple(tensor.shape), strides if is_dense(tensor) else None
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's memory has neither gaps nor overlaps, whatever the order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -53,7 +53,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
+def in_memory_order(tensor: Tensor) -> Tensor:
     """A one-dimensional view of a dense tensor's memory; works for channels_last and transposed tensors alike."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
@@ -90,7 +90,7 @@ class Layout:
         self.summed_nbytes = sum(t.numel() * summed_in(t.dtype).itemsize for t in tensors)
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sizes: list[int] = []
-        self._pieces: list[list[_Piece]] = []
+        self._pieces: list[list[Piece]] = []
         labels = [0] * len(tensors) if apart is None else list(apart)
         self._padded = multiple > 1
         digest = hashlib.sha256(repr((cap, labels, multiple) if self._padded or any(labels) else cap).encode())
@@ -102,14 +102,14 @@ class Layout:
             for index, tensor in enumerate(tensors):
                 if kinds[index] != kind:
                     continue
-                dense = _is_dense(tensor)
+                dense = is_dense(tensor)
                 digest.update(repr((index, self._forms[index], str(tensor.dtype))).encode())
                 start, size = 0, tensor.numel()
                 while start < size:
                     if self._sizes[-1] >= room:
                         self._open(kind[:2])
                     step = min(size - start, room - self._sizes[-1]) if dense else size
-                    self._pieces[-1].append(_Piece(index, start, start + step, self._sizes[-1]))
+                    self._pieces[-1].append(Piece(index, start, start + step, self._sizes[-1]))
                     self._sizes[-1] += step
                     start += step
         self._sizes = [-(-size // multiple) * multiple for size in self._sizes]
@@ -130,7 +130,7 @@ class Layout:
         if self._cache[0] != key:
             if [_form(t) for t in tensors] != self._forms:
                 raise ValueError("the memory order of a tensor has changed since its layout was made; convert models before")
-            flat = [_in_memory_order(t) if _is_dense(t) else t.detach() for t in tensors]
+            flat = [in_memory_order(t) if is_dense(t) else t.detach() for t in tensors]
             views = [
                 [flat[p.index][p.start : p.stop] if flat[p.index].dim() == 1 else flat[p.index] for p in bucket]
                 for bucket in self._pieces
@@ -139,6 +139,10 @@ class Layout:
                 return views
             self._cache = (key, views)
         return self._cache[1]
+
+    def parts(self, bucket: int) -> list[Piece]:
+        """What lies in a bucket."""
+        return self._pieces[bucket]
 
     def numbers(self, bucket: int) -> list[int]:
         """Of the tensors whose pieces lie in a bucket, piece by piece."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_cocod.comm import collectives
 from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.errors import GivenUp, TransportError
-from lightning_cocod.comm.header import NONFINITE, Header, Pace, exchange, size_of, unfit
+from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchange, size_of, unfit
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import PATIENCE, Losses
@@ -203,15 +203,19 @@ class Channel:
         report.paces = [theirs.pace for theirs in headers]
         report.left_out = unfit(headers, self.ranks, skip=subject.skip)
         if report.left_out:
-            collective.weigh(self.rank, [subject.weight(rank, report.left_out) for rank in range(self.world_size)])
+            self._leave_out(report.left_out, subject, collective)
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         with tracer.span("transfer", message=str(subject)):
             idle = collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
-        if (late := collective.was_finite()) is not None:
+        if (late := collective.late_flags()) is not None:
             with tracer.span("headers", message=str(subject)):
-                headers = self._exchange(replace(header, flags=0 if late else NONFINITE))
-            unfit(headers, self.ranks, skip=False)
+                headers = self._exchange(replace(header, flags=late))
+            report.lacking = any(theirs.flags & LACKING for theirs in headers)
+            report.left_out = unfit(headers, self.ranks, skip=subject.skip)
+            if report.left_out:
+                self._leave_out(report.left_out, subject, collective)
+                collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
         arrived = self.lane.mark()
         numbers = None
         if fit and size is not None and (distance := collective.distance()) is not None:
@@ -226,3 +230,6 @@ class Channel:
         ledger.add(sent=sent, received=received, raw=raw, messages=1)
         if subject.counted:
             ledger.add_when_known("busy", lambda: None if (s := self.lane.seconds(begun, arrived)) is None else s - idle)
+
+    def _leave_out(self, ranks: tuple[int, ...], subject: Subject, collective: Collective) -> None:
+        collective.weigh(self.rank, [subject.weight(rank, ranks) for rank in range(self.world_size)])

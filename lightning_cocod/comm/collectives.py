@@ -67,8 +67,8 @@ class Collective(ABC):
         """Take other weights than those it was made with: some workers are left out."""
         self.weight = weights[rank]
 
-    def was_finite(self) -> bool | None:
-        """Whether what this worker has sent was, if that could not be known before; all are told."""
+    def late_flags(self) -> int | None:
+        """Of a second header, once all has been sent, about what could not be known before; None if there is none."""
         return None
 
     @abstractmethod

@@ -21,6 +21,8 @@ class Gate:
 
     def __init__(self, buckets: int, lane: Lane) -> None:
         self._lane = lane
+        self.lacking = False
+        """Whether this worker has not computed all of it, and zeros stand for the rest; set before the last opening."""
         self._marks: list[Any] = [None] * buckets
         self._opened = threading.Condition()
 

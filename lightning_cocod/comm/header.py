@@ -19,6 +19,8 @@ _NAME = 24
 _FORMAT = struct.Struct(f"<{_NAME}s{_NAME}sqqqqqqqd")
 NONFINITE = 1
 """Flag of a worker whose message holds NaN or infinity, or must not be used for another reason."""
+LACKING = 4
+"""Flag of a worker that has not computed all that its message is about."""
 WISH = 2
 """Flag of a worker that wishes what it asks about."""
 

@@ -63,6 +63,7 @@ class Report:
     arrived: Any = None
     numbers: Tensor | None = None
     left_out: tuple[int, ...] = ()
+    lacking: bool = False
     paces: list[Pace] = field(default_factory=list)  # of all ranks, when they launched it
 
 
@@ -125,6 +126,11 @@ class Message:
     def left_out(self) -> tuple[int, ...]:
         """Once it has been waited for: the ranks whose part was not finite. They got the mean of the others."""
         return self._report.left_out
+
+    @property
+    def lacking(self) -> bool:
+        """Once it has been waited for: whether some rank has not computed all that the message is about."""
+        return self._report.lacking
 
     def numbers(self) -> list[float] | None:
         """What the collective measured on the way, once the device has it; None before and where it measured nothing.

@@ -17,6 +17,7 @@ from lightning_cocod.comm.buckets import Buffer, Layout, summed_in
 from lightning_cocod.comm.collectives import IN_FLIGHT, Collective
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
+from lightning_cocod.comm.header import LACKING, NONFINITE
 from lightning_cocod.comm.norms import finite, norms, total
 
 
@@ -38,7 +39,7 @@ class Push(Collective):
     """s ← Σ_i w_i g_i, added up by the owner of a shard in the order of ranks; s has the dtype of g.
 
     Buckets set out as their gate opens, while others are still being computed. So whether g is finite is known only in
-    the end: it is told in a second header, and nobody may use s where a worker's was not.
+    the end, and told in a second header. Where workers that are not are to be left out, all is sent once more.
 
     Args:
         g: this worker's part.
@@ -49,6 +50,8 @@ class Push(Collective):
         gate: opened for each bucket.
     """
 
+    gate: Gate
+
     def __init__(self, g: Buffer, s: Sequence[Tensor], weight: float, world_size: int, rows: Rows, gate: Gate) -> None:
         self.layout, self.weight = g.layout, weight
         self._g, self._s, self._n, self._rows, self.gate = g.buckets, s, world_size, rows, gate
@@ -58,9 +61,10 @@ class Push(Collective):
         """g."""
         return [self._g[bucket]]
 
-    def was_finite(self) -> bool:
-        """Whether g was, once all of it has been sent."""
-        return finite(self._g, total(self._sizes))
+    def late_flags(self) -> int:
+        """Whether g was finite, and all of it there."""
+        sizes, self._sizes = self._sizes, []
+        return (0 if finite(self._g, total(sizes)) else NONFINITE) | (LACKING if self.gate.lacking else 0)
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w g."""
@@ -73,7 +77,8 @@ class Push(Collective):
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Every shard to its owner."""
         with transport:
-            return group.alltoall_base(self._rows.beside(bucket, scratch), scratch, [], [])
+            rows = self._rows.beside(bucket, scratch)
+            return group.alltoall_base(rows.view(torch.uint8), scratch.view(torch.uint8), [], [])  # not every dtype
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Add up."""

@@ -1,0 +1,191 @@
+"""A server without a process of its own: each worker owns a shard of the parameters, and runs the optimizer on it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cocod.algorithms.elementwise import is_elementwise
+from lightning_cocod.algorithms.gradients import trainable
+from lightning_cocod.algorithms.shard_state import Part, cut, gather
+from lightning_cocod.comm import Group, Message, Subject
+from lightning_cocod.comm.buckets import Layout, in_memory_order, in_the_order_of, is_dense
+from lightning_cocod.comm.gate import Gate
+from lightning_cocod.comm.shards import Rows
+
+BUCKET_BYTES = 8 << 20
+
+
+class Server:
+    """One optimizer's parameters x, cut into shards.
+
+    Buckets hold parameters of one group and one dtype, the last registered first, as backward comes by them; of each, this
+    worker owns a part. While the optimizer steps, and while its gradients are clipped before, it sees those parts in place
+    of the parameters (``enter``, ``leave``), and its state is theirs. At all other times it is the user's as it was, but
+    for its state, which is kept here.
+
+    Memory: a copy of x for the gradients, which then are freed, and shards of x, gradient and state.
+
+    Args:
+        optimizer: element-wise.
+        comm: sends.
+
+    Raises:
+        TypeError: an optimizer that needs whole tensors; parameters with gaps in their memory.
+    """
+
+    def __init__(self, optimizer: Optimizer, comm: Group) -> None:
+        if not is_elementwise(optimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} needs whole tensors, and a sharded server has parts of them; "
+                "use an element-wise optimizer such as SGD or AdamW"
+            )
+        self.optimizer, self.comm = optimizer, comm
+        groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.x = trainable([optimizer])[::-1]
+        if not all(map(is_dense, self.x)):
+            raise TypeError("a parameter has gaps in its memory: make it contiguous before the optimizer is made")
+        labels = [groups[p] for p in self.x]
+        self.layout = Layout(self.x, BUCKET_BYTES, apart=labels, multiple=comm.world_size)
+        self.g = self.layout.buffer()
+        self._shards = [flat.view(comm.world_size, -1)[comm.rank] for flat in self.g.buckets]
+        self.W, self.G = ([torch.zeros_like(shard) for shard in self._shards] for _ in range(2))
+        """This worker's shards of x and of the gradients' mean."""
+        self.rows = Rows()
+        self.parts, self._gradients = self._cut()
+        self._groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for part in self.parts:
+            self._groups[labels[part.number]].append(part.p)
+        self._pieces = self._by_parameter()
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._take_state()
+        self.gate: Gate | None = None
+        self.push: Message | None = None
+        """Of this step's gradients, if it has begun."""
+        self.is_serving = False
+        """Whether the optimizer has parts in place of parameters."""
+        self._waiting: list[int] = []
+        self._taken: set[int] = set()
+        self._absent: set[int] = set()
+        self._users: list[list[nn.Parameter]] = []
+
+    def _cut(self) -> tuple[list[Part], list[Tensor]]:
+        """This worker's parts of every parameter, views of W; and the like of G."""
+        parts, gradients = [], []
+        for bucket, (W, G) in enumerate(zip(self.W, self.G, strict=True)):
+            first = self.comm.rank * W.numel()
+            for piece in self.layout.parts(bucket):
+                begin = max(piece.offset, first)
+                end = min(piece.offset + piece.stop - piece.start, first + W.numel())
+                if begin < end:
+                    scalar = self.x[piece.index].dim() == 0
+                    weights, gradient = (t[begin - first : end - first] for t in (W, G))
+                    p = nn.Parameter(weights.view(()) if scalar else weights)
+                    start = piece.start + begin - piece.offset
+                    parts.append(Part(piece.index, start, start + end - begin, p))
+                    gradients.append(gradient.view(()) if scalar else gradient)
+        return parts, gradients
+
+    def _by_parameter(self) -> list[list[tuple[int, int, int, Tensor]]]:
+        """Of every parameter, what lies in which bucket: the bucket, the elements, and the gradient's place."""
+        pieces: list[list[tuple[int, int, int, Tensor]]] = [[] for _ in self.x]
+        for bucket, flat in enumerate(self.g.buckets):
+            for piece in self.layout.parts(bucket):
+                place = flat[piece.offset : piece.offset + piece.stop - piece.start]
+                pieces[piece.index].append((bucket, piece.start, piece.stop, place))
+        return pieces
+
+    def _take_state(self) -> None:
+        """What the optimizer has for whole parameters, at first or as it has been loaded, is cut."""
+        held = self.optimizer.state
+        for part in self.parts:
+            if whole := held.get(self.x[part.number]):
+                self.state[part.p] = cut(whole, self.x[part.number], part)
+        self.optimizer.state = defaultdict(dict)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the optimizer moves parameters that are not served."""
+        return not set(trainable([self.optimizer])).issubset(self.x)
+
+    # Push
+
+    def begin(self, w: float, subject: Subject) -> None:
+        """G ← async Σ_j w_j g_j; buckets set out as they are filled."""
+        self.gate = self.comm.gate(self.layout)
+        self._waiting = [len(self.layout.parts(bucket)) for bucket in range(len(self.layout))]
+        self._taken, self._absent = set(), set()
+        self.push = self.comm.push_(self.g, self.G, w, self.rows, self.gate, subject)
+
+    @torch.no_grad()
+    def take(self, number: int) -> None:
+        """A parameter's gradient is complete, or zero where it has none. It is freed."""
+        p = self.x[number]
+        assert self.gate is not None  # begun
+        self._taken.add(number)
+        flat = None if p.grad is None else in_memory_order(in_the_order_of(p, p.grad))
+        for bucket, start, stop, place in self._pieces[number]:
+            place.zero_() if flat is None else place.copy_(flat[start:stop])
+            self._waiting[bucket] -= 1
+            if self._waiting[bucket] == 0:
+                self.gate.open(bucket)
+        p.grad = None
+
+    def is_taken(self, number: int) -> bool:
+        """Whether a parameter's gradient is on its way."""
+        return self.push is not None and number in self._taken
+
+    def complete(self) -> None:
+        """Backward is over: what has no gradient gets none."""
+        assert self.gate is not None  # begun
+        rest = [number for number in range(len(self.x)) if number not in self._taken]
+        self._absent.update(number for number in rest if self.x[number].grad is None)
+        self.gate.lacking = bool(self._absent)
+        for number in rest:
+            self.take(number)
+
+    def present(self, subject: Subject) -> list[bool]:
+        """For each parameter, whether some worker has had a gradient. Collective."""
+        counts = torch.ones(len(self.x), device=self.comm.device)
+        counts[list(self._absent)] = 0
+        self.comm.mean_([counts], 1.0, subject).wait()
+        return [count > 0 for count in counts.tolist()]
+
+    # The optimizer
+
+    @torch.no_grad()
+    def enter(self, present: Sequence[bool] | None = None) -> None:
+        """The optimizer has the parts, with their gradients; none where no worker had one."""
+        if self.is_serving:  # and has not stepped
+            self.leave()
+        if self.optimizer.state:
+            self._take_state()
+        for part, gradient in zip(self.parts, self._gradients, strict=True):
+            flat = in_memory_order(self.x[part.number])[part.start : part.stop]
+            part.p.copy_(flat.view(part.p.shape))
+            part.p.requires_grad_(self.x[part.number].requires_grad)
+            part.p.grad = gradient if present is None or present[part.number] else None
+        self._users = [group["params"] for group in self.optimizer.param_groups]
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["params"] = self._groups[number]
+        self.optimizer.state, self.is_serving = self.state, True
+
+    def leave(self) -> None:
+        """It has the parameters again."""
+        self.is_serving = False
+        self.state, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        for group, params in zip(self.optimizer.param_groups, self._users, strict=True):
+            group["params"] = params
+
+    def pull(self, subject: Subject) -> Message:
+        """x ← async W, the shards of all workers."""
+        return self.comm.pull_(self.W, [p.detach() for p in self.x], self.layout, subject)
+
+    def whole_state(self, subject: Subject) -> defaultdict[Tensor, Any]:
+        """The optimizer's state as if it had stepped whole parameters. Collective."""
+        return gather(self.parts, self.state, self.x, self.comm, subject)
