@@ -6,6 +6,7 @@ Importing the package registers its strategies: ``Trainer(strategy="cocod")``.
 from lightning_cocod.algorithms import (
     CO2,
     DCS3GD,
+    SSGD,
     Algorithm,
     CoCoD,
     DiLoCo,
@@ -34,6 +35,7 @@ from lightning_cocod.strategies import (
     PipeSGDStrategy,
     PostLocalSGDStrategy,
     SlowMoStrategy,
+    SSGDStrategy,
     StreamingDiLoCoStrategy,
     register,
 )
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CO2",
     "DCS3GD",
+    "SSGD",
     "Algorithm",
     "AlgorithmStrategy",
     "CO2Strategy",
@@ -71,6 +74,7 @@ __all__ = [
     "PipeSGDStrategy",
     "PostLocalSGD",
     "PostLocalSGDStrategy",
+    "SSGDStrategy",
     "Schedule",
     "SlowMo",
     "SlowMoStrategy",

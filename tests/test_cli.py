@@ -28,7 +28,7 @@ TINY = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_
 LIMIT = 240  # seconds until a run counts as hung; on two busy cores a sweep of three jobs took 80
 NAMES = (
     "co2, cocod, dc_s3gd, ddp, diloco, eager_diloco, local_sgd, overlap_local_sgd, pipe_sgd, post_local_sgd, slowmo, "
-    "streaming_diloco"
+    "ssgd, streaming_diloco"
 )
 
 

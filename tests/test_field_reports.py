@@ -14,7 +14,14 @@ from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 
 from lightning_cocod.compression import Int8
-from lightning_cocod.strategies import STRATEGIES, AlgorithmStrategy, CO2Strategy, EagerDiLoCoStrategy, PipeSGDStrategy
+from lightning_cocod.strategies import (
+    STRATEGIES,
+    AlgorithmStrategy,
+    CO2Strategy,
+    EagerDiLoCoStrategy,
+    PipeSGDStrategy,
+    SSGDStrategy,
+)
 
 RESUMED = "test_resume::test_resumed_equals_uninterrupted"
 REPORTS = {
@@ -216,7 +223,7 @@ ELSEWHERE = {"process_group_backend", "start_method"}  # test_launch.py
 ELSEWHERE |= {"batch_sizes"}  # not beside weights: test_proportional.py
 ELSEWHERE |= {"inter_node"}  # another name of period: test_hierarchy.py
 NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
-NOT_ALLOWED[PipeSGDStrategy] = {"intra_node", "ranks_per_node"}
+NOT_ALLOWED[PipeSGDStrategy] = NOT_ALLOWED[SSGDStrategy] = {"intra_node", "ranks_per_node"}
 
 
 def options_of(strategy):

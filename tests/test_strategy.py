@@ -1,6 +1,7 @@
 """The strategies inside real fits: the Trainer equals the plain loop, and Lightning's own features keep their meaning."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import lightning as L
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_cocod import (
     CO2,
     DCS3GD,
+    SSGD,
     CO2Strategy,
     CoCoD,
     CoCoDStrategy,
@@ -45,6 +47,7 @@ from lightning_cocod import (
     PostLocalSGDStrategy,
     SlowMo,
     SlowMoStrategy,
+    SSGDStrategy,
     StreamingDiLoCo,
     StreamingDiLoCoStrategy,
 )
@@ -94,11 +97,13 @@ def plain(rank, world, algorithm, options):
             for i, batch in enumerate(batches):
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
                     loss = model.loss(batch)
-                (loss / accumulate).backward()
-                if (i + 1) % accumulate == 0 or i + 1 == len(batches):
+                stepping = (i + 1) % accumulate == 0 or i + 1 == len(batches)
+                with nullcontext() if stepping else running.no_sync():
+                    (loss / accumulate).backward()
+                if stepping:
                     running.before_step()
                     if clip:
-                        clip(model.parameters())  # each rank its own gradients
+                        clip(running, optimizer)
                     running.step(optimizer.step)
                     running.after_step()
                     optimizer.zero_grad()
@@ -120,13 +125,21 @@ def unshuffled(rank, world, strategy, options, norm=True, module=None):
     return {"path": torch.stack(seen.path), "end": flat(model), "steps": seen.steps}
 
 
+def clip_norm(running, optimizer):
+    running.clip_grad_norm_(optimizer, 0.1)
+
+
+def clip_value(_, optimizer):
+    torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
+
+
 CASES = {
     "plain": ({}, {}),
     "accumulation with a partial last window": ({"accumulate_grad_batches": 4}, {"accumulate": 4}),
-    "clipping by norm": ({"gradient_clip_val": 0.1}, {"clip": partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)}),
+    "clipping by norm": ({"gradient_clip_val": 0.1}, {"clip": clip_norm}),
     "clipping by value": (
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"clip": partial(torch.nn.utils.clip_grad_value_, clip_value=0.01)},
+        {"clip": clip_value},
     ),
     "bf16-mixed": ({"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}),
 }
@@ -150,7 +163,7 @@ LOOPS = {
         (SlowMo, SlowMoStrategy),
         (StreamingDiLoCo, StreamingDiLoCoStrategy),
     ]
-} | {name(PipeSGDStrategy): (PipeSGD, PipeSGDStrategy)}
+} | {name(PipeSGDStrategy): (PipeSGD, PipeSGDStrategy), name(SSGDStrategy): (SSGD, SSGDStrategy)}
 
 
 def test_every_strategy_has_a_plain_loop_to_be_compared_with():
@@ -211,7 +224,7 @@ def test_validation_after_every_batch_leaves_the_trajectory_bitwise_alone(strate
     for rank in range(2):
         assert torch.equal(validated[rank]["path"], not_validated[rank]["path"])
         assert torch.equal(validated[rank]["end"], not_validated[rank]["end"])
-    in_step = isinstance(strategy, PipeSGDStrategy)  # what could be disturbed there is in flight
+    in_step = isinstance(strategy, PipeSGDStrategy | SSGDStrategy)  # what could be disturbed there is in flight
     assert torch.equal(validated[0]["path"], validated[1]["path"]) == in_step  # replicas differ: likewise
 
 
@@ -223,6 +236,7 @@ def test_validation_after_every_batch_leaves_the_trajectory_bitwise_alone(strate
     "strategy",
     [
         pytest.param(LocalSGDStrategy(period=1), id="local_sgd with period 1"),
+        pytest.param(SSGDStrategy(), id="ssgd"),
         *[pytest.param(kind(warmup_steps=1000), id=f"{kind.registered_name} in warm-up") for kind in having("warmup_steps")],
     ],
 )

@@ -86,6 +86,8 @@ class Algorithm:
     """Whether a rank may skip a step on its own, as a gradient scaler does. (See ``steps_together``.)"""
     has_rounds: ClassVar[bool] = True
     """Whether there are local steps, in which the workers of a node can do something on their own."""
+    in_shards: ClassVar[bool] = False
+    """Whether a worker has a part of the gradients only, between ``before_step`` and ``step``, and of optimizers' states."""
     one_backward_a_step: bool = True
     """Whether a backward that is not under ``no_sync()`` completes the gradients of a step; said by the loop."""
 

@@ -60,6 +60,7 @@ class SSGD(Algorithm):
     name: ClassVar[str] = "ssgd"
     may_skip_steps: ClassVar[bool] = False
     has_rounds: ClassVar[bool] = False
+    in_shards: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from lightning_cocod.strategies.overlap_local_sgd import OverlapLocalSGDStrategy
 from lightning_cocod.strategies.pipe_sgd import PipeSGDStrategy
 from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
 from lightning_cocod.strategies.slowmo import SlowMoStrategy
+from lightning_cocod.strategies.ssgd import SSGDStrategy
 from lightning_cocod.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
@@ -25,6 +26,7 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     OverlapLocalSGDStrategy,
     PipeSGDStrategy,
     PostLocalSGDStrategy,
+    SSGDStrategy,
     SlowMoStrategy,
     StreamingDiLoCoStrategy,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "OverlapLocalSGDStrategy",
     "PipeSGDStrategy",
     "PostLocalSGDStrategy",
+    "SSGDStrategy",
     "SlowMoStrategy",
     "StreamingDiLoCoStrategy",
     "register",

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -272,6 +273,14 @@ class AlgorithmStrategy(DDPStrategy):
         if self._proportional is not None:
             algorithm.deterministic = False
             self._proportional.install(self._replaced)
+        assert self.lightning_module is not None
+        algorithm.one_backward_a_step = self.lightning_module.automatic_optimization
+        if algorithm.in_shards:
+            self._replaced.method(
+                self.precision_plugin,
+                "clip_grad_by_norm",
+                lambda optimizer, clip_val: algorithm.clip_grad_norm_(_users(optimizer), clip_val),
+            )
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(
             trainer,
@@ -307,6 +316,8 @@ class AlgorithmStrategy(DDPStrategy):
         self._replaced.put_back()
         communicator, quiet = self._communicator, self._quiet
         self._sampler_seed = None
+        if self._algorithm is not None:
+            self._algorithm.release()
         self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
         self._proportional = None
         try:
@@ -470,6 +481,13 @@ class AlgorithmStrategy(DDPStrategy):
             state = super().lightning_module_state_dict()
             return {name: _copy(value) for name, value in state.items()}
 
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole, where each rank has a shard. Collective then: all ranks call it. After a failure it is this rank's."""
+        if self._algorithm is None or self._algorithm.comm.failed:
+            return super().optimizer_state(optimizer)
+        return self._algorithm.optimizer_state(_users(optimizer))
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """The consensus model in place, or this rank's replica once communication has failed."""
@@ -577,6 +595,13 @@ class AlgorithmStrategy(DDPStrategy):
             if name not in strategy_registry:
                 description = f"{cls.__name__} with start_method {method!r}"
                 strategy_registry.register(name, cls, description=description, start_method=method)
+
+
+def _users(optimizer: Any) -> Any:
+    """The optimizer behind Lightning's stand-in or ours."""
+    while isinstance(optimizer, LightningOptimizer | Stepper):
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer.wrapped
+    return optimizer
 
 
 def _copy(value: Any) -> Any:

@@ -20,6 +20,7 @@ VARIANTS = {
     "pipe_sgd": {},
     "post_local_sgd": {"period": 3, "warmup_steps": 4},
     "slowmo": {"period": 3},
+    "ssgd": {},
     "streaming_diloco": {"period": 3},
 }
 """Strategies that are looked at in test_strategy, test_resume and tests of their own, with options for short runs."""

@@ -1,0 +1,34 @@
+"""``Trainer(strategy="ssgd")``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from lightning_cocod.algorithms import SSGD
+from lightning_cocod.strategies.base import AlgorithmStrategy
+
+
+class SSGDStrategy(AlgorithmStrategy):
+    """Synchronous SGD on a sharded server under Lightning: what DDP computes, by push and pull (see ``SSGD``).
+
+    All ranks hold the same weights, and each a shard of the optimizer's state; checkpoints have it whole, and are DDP's.
+    Gradients are pushed while backward runs in automatic optimization with one optimizer, else after it. Their mean is
+    known in shards only: Lightning clips it as ever, but ``p.grad`` is None where hooks could look at it.
+
+    Args:
+        overlap: False pushes after backward: the same trajectory, nothing hidden.
+        weights: of the ranks in every mean, in any scale. Equal by default.
+        **options: see ``AlgorithmStrategy``.
+
+    Raises:
+        ValueError: an option out of range.
+        TypeError: an option that only DDP understands, or an unknown one; in a fit, an optimizer that needs whole tensors.
+        MisconfigurationException: in a fit with ``precision="16-mixed"``.
+    """
+
+    registered_name: ClassVar[str] = SSGD.name
+
+    def __init__(self, *, overlap: bool = True, weights: Sequence[float] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.runs(SSGD, overlap=overlap, weights=weights)
