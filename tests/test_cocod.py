@@ -153,7 +153,7 @@ def quadratic(
     if resume_at is not None:
         with algo:
             run(0, resume_at)
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), algo.state_dict()))
+            saved = copy.deepcopy((model.state_dict(), algo.optimizer_state(optimizer), algo.state_dict()))
         model, optimizer, algo = fresh()
     with algo:
         if resume_at is not None:

@@ -11,6 +11,7 @@ from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
 from lightning_cocod.algorithms.pipe_sgd import PipeSGD
 from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
 from lightning_cocod.algorithms.slowmo import SlowMo
+from lightning_cocod.algorithms.ssd_sgd import SSDSGD
 from lightning_cocod.algorithms.ssgd import SSGD
 from lightning_cocod.algorithms.streaming_diloco import StreamingDiLoCo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
@@ -18,6 +19,7 @@ from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 __all__ = [
     "CO2",
     "DCS3GD",
+    "SSDSGD",
     "SSGD",
     "Algorithm",
     "CoCoD",

@@ -293,6 +293,10 @@ class Algorithm:
         """
         return nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
 
+    def clip_grad_value_(self, optimizer: Optimizer, max_value: float) -> None:
+        """Cut an optimizer's gradients off at this size; between ``before_step`` and ``step``."""
+        nn.utils.clip_grad_value_([p for g in optimizer.param_groups for p in g["params"]], max_value)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Of one of the optimizers, in the form of its ``state_dict()``. Collective where workers have a part of it each."""
         return optimizer.state_dict()

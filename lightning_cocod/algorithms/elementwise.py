@@ -33,15 +33,7 @@ def _stepped(optimizer: Optimizer, group: dict[str, Any], start: Any, gradients:
     """Where these tensors end in an optimizer of the same class with the options of a group."""
     x = [nn.Parameter(t.clone()) for t in start]
     rate = torch.tensor(0.05) if isinstance(group.get("lr"), Tensor) else 0.05  # a warm-up's may be 0
-    probe: Optimizer = object.__new__(type(optimizer))
-    probe.__dict__ = {
-        **vars(optimizer),
-        "param_groups": [{**group, "params": x, **({"lr": rate} if "lr" in group else {})}],
-        "state": defaultdict(dict),
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    probe.__dict__.pop("step", None)  # a scheduler has put its own around it
+    probe = twin(optimizer, [{**group, "params": x, **({"lr": rate} if "lr" in group else {})}])
     if isinstance(optimizer, Adagrad):  # the only one of torch's that makes its state when it is made
         probe.state.update(Adagrad(probe.param_groups, **optimizer.defaults).state)
     for step in gradients:
@@ -49,3 +41,17 @@ def _stepped(optimizer: Optimizer, group: dict[str, Any], start: Any, gradients:
             p.grad = g.clone()
         probe.step()
     return [p.detach() for p in x]
+
+
+def twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Another optimizer of the same kind, for other groups, without a state and without the hooks of the first."""
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__ = {
+        **vars(optimizer),
+        "param_groups": groups,
+        "state": defaultdict(dict),
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    made.__dict__.pop("step", None)  # a scheduler has put its own around it
+    return made

@@ -123,8 +123,8 @@ class Server:
         self.push = self.comm.push_(self.g, self.G, w, self.rows, self.gate, subject)
 
     @torch.no_grad()
-    def take(self, number: int) -> None:
-        """A parameter's gradient is complete, or zero where it has none. It is freed."""
+    def take(self, number: int, *, free: bool = True) -> None:
+        """A parameter's gradient is complete, or zero where it has none. It may be freed."""
         p = self.x[number]
         assert self.gate is not None  # begun
         self._taken.add(number)
@@ -134,20 +134,21 @@ class Server:
             self._waiting[bucket] -= 1
             if self._waiting[bucket] == 0:
                 self.gate.open(bucket)
-        p.grad = None
+        if free:
+            p.grad = None
 
     def is_taken(self, number: int) -> bool:
         """Whether a parameter's gradient is on its way."""
         return self.push is not None and number in self._taken
 
-    def complete(self) -> None:
+    def complete(self, *, free: bool = True) -> None:
         """Backward is over: what has no gradient gets none."""
         assert self.gate is not None  # begun
         rest = [number for number in range(len(self.x)) if number not in self._taken]
         self._absent.update(number for number in rest if self.x[number].grad is None)
         self.gate.lacking = bool(self._absent)
         for number in rest:
-            self.take(number)
+            self.take(number, free=free)
 
     def present(self, subject: Subject) -> list[bool]:
         """For each parameter, whether some worker has had a gradient. Collective."""
@@ -182,9 +183,9 @@ class Server:
         for group, params in zip(self.optimizer.param_groups, self._users, strict=True):
             group["params"] = params
 
-    def pull(self, subject: Subject) -> Message:
-        """x ← async W, the shards of all workers."""
-        return self.comm.pull_(self.W, [p.detach() for p in self.x], self.layout, subject)
+    def pull(self, subject: Subject, into: Sequence[Tensor] | None = None) -> Message:
+        """x ← async W, the shards of all workers; or something else like x."""
+        return self.comm.pull_(self.W, [p.detach() for p in into or self.x], self.layout, subject)
 
     def whole_state(self, subject: Subject) -> defaultdict[Tensor, Any]:
         """The optimizer's state as if it had stepped whole parameters. Collective."""

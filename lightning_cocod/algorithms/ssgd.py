@@ -61,6 +61,9 @@ class SSGD(Algorithm):
     may_skip_steps: ClassVar[bool] = False
     has_rounds: ClassVar[bool] = False
     in_shards: ClassVar[bool] = True
+    server: ClassVar[type[Server]] = Server
+    frees: ClassVar[bool] = True
+    """Whether gradients have done what they are for once they have been pushed."""
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class SSGD(Algorithm):
 
     def _serve(self) -> None:
         self.release()
-        self.servers = {opt: Server(opt, self.comm) for opt in self.optimizers}
+        self.servers = {opt: self.server(opt, self.comm) for opt in self.optimizers}
         for server in self.servers.values():
             self._hooks_of_servers.append(server.optimizer.register_step_post_hook(partial(self._on_step, server)))
             if self.overlap and len(self.servers) == 1:
@@ -130,7 +133,7 @@ class SSGD(Algorithm):
             if server.is_outdated:  # before_step sees to it
                 return
             self._begin(server)
-        server.take(number)
+        server.take(number, free=self.frees)
 
     def _begin(self, server: Server) -> None:
         self.weighing.report_step()
@@ -142,7 +145,7 @@ class SSGD(Algorithm):
         if any(server.is_outdated for server in self.servers.values()):
             self._put_back_states()
             self._serve()
-        for server in list(self.servers.values()) if optimizer is None else [self.servers[optimizer]] * bool(self.servers):
+        for server in [server for opt, server in self.servers.items() if optimizer in (None, opt)]:
             if server.push is None:
                 self._begin(server)
             server.complete()
@@ -211,7 +214,7 @@ class SSGD(Algorithm):
         """There is none, but whether x is finite is asked where there is one. A push that has begun must not keep others."""
         for server in self.servers.values():
             if server.push is not None:
-                server.complete()
+                server.complete(free=self.frees)
         return None if self.comm.world_size == 1 else lambda: None
 
     def _why_explicit(self) -> str | None:

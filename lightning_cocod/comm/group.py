@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
@@ -14,6 +15,7 @@ from lightning_cocod.comm.compressed import Compression, FromBase, FromZero
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.message import Message, Subject
 from lightning_cocod.comm.shards import Pull, Push, Rows
+from lightning_cocod.comm.thread import Handle
 
 
 class Group(Channel):
@@ -90,6 +92,16 @@ class Group(Channel):
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
         """x ← x of the source, in place, on the ranks that want it."""
         return self._submit(subject, Broadcast(tensors, self.layout(tensors), source, wanted=wanted), fit=True)
+
+    def do(self, work: Callable[[], None], subject: Subject) -> Handle[None]:
+        """Let the communication thread do something that no other rank is needed for, after what it has been told before."""
+        thread = self._working()
+
+        def done() -> None:
+            with self.lane.working(), torch.no_grad():
+                work()
+
+        return self._send(thread, done, str(subject))
 
     def gate(self, layout: Layout) -> Gate:
         """Of the buckets of a push."""

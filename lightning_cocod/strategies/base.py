@@ -276,11 +276,8 @@ class AlgorithmStrategy(DDPStrategy):
         assert self.lightning_module is not None
         algorithm.one_backward_a_step = self.lightning_module.automatic_optimization
         if algorithm.in_shards:
-            self._replaced.method(
-                self.precision_plugin,
-                "clip_grad_by_norm",
-                lambda optimizer, clip_val: algorithm.clip_grad_norm_(_users(optimizer), clip_val),
-            )
+            for clip, own in (("norm", algorithm.clip_grad_norm_), ("value", algorithm.clip_grad_value_)):
+                self._replaced.method(self.precision_plugin, f"clip_grad_by_{clip}", partial(_clip, own))
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(
             trainer,
@@ -595,6 +592,10 @@ class AlgorithmStrategy(DDPStrategy):
             if name not in strategy_registry:
                 description = f"{cls.__name__} with start_method {method!r}"
                 strategy_registry.register(name, cls, description=description, start_method=method)
+
+
+def _clip(clip: Callable[[Optimizer, float], Any], optimizer: Any, clip_val: float) -> None:
+    clip(_users(optimizer), clip_val)
 
 
 def _users(optimizer: Any) -> Any:

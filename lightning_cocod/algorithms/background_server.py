@@ -1,0 +1,98 @@
+"""A server that steps by itself: in the communication thread, once the gradients of all workers have come."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cocod.algorithms.elementwise import twin
+from lightning_cocod.algorithms.server import Server
+from lightning_cocod.comm import Group, Subject
+from lightning_cocod.comm.norms import norm
+from lightning_cocod.comm.thread import Handle
+
+
+@dataclass
+class Clipping:
+    """What is done to a mean gradient before the step."""
+
+    max_norm: float | None = None
+    max_value: float | None = None
+
+
+class BackgroundServer(Server):
+    """W ← W + U(G) for this worker's shard, behind computation.
+
+    W is the server's own: what workers do to x does not matter. U is that of the user's optimizer as its groups are when a
+    step is told; a twin of it steps, while the user's has no state.
+
+    Args:
+        optimizer: element-wise.
+        comm: sends.
+    """
+
+    def __init__(self, optimizer: Optimizer, comm: Group) -> None:
+        super().__init__(optimizer, comm)
+        self.read_x()
+        self._twin = twin(optimizer, [{**group} for group in optimizer.param_groups])
+        self._twin.state = self.state
+        self._served: Handle[None] | None = None
+
+    @torch.no_grad()
+    def read_x(self) -> None:
+        """W ← x."""
+        self.g.copy_(self.x)
+        for W, own in zip(self.W, self._shards, strict=True):
+            W.copy_(own)
+        for flat in self.g.buckets:
+            flat.zero_()
+
+    def serve(self, clipping: Clipping, subject: Subject) -> None:
+        """W ← async W + U(G), with the optimizer's options as they are now, after the push that has begun."""
+        if self.optimizer.state:  # it has been loaded
+            self.rest()
+            self._take_state()
+        groups = self.optimizer.param_groups
+        options = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
+        square = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
+
+        def measure() -> None:
+            square.copy_(norm(self.G).square())
+
+        if clipping.max_norm is not None:
+            self.comm.do(measure, subject)
+            self.comm.mean_([square], 1.0, subject)
+
+        def step() -> None:
+            for part, gradient in zip(self.parts, self._gradients, strict=True):
+                part.p.grad = gradient
+            served = zip(options, self._groups, strict=True)
+            self._twin.param_groups = [{**group, "params": params} for group, params in served]
+            if clipping.max_norm is not None:
+                own = [part.p for part in self.parts]
+                torch.nn.utils.clip_grads_with_norm_(own, clipping.max_norm, square.sqrt().squeeze().float())
+            if clipping.max_value is not None and self.parts:
+                torch.nn.utils.clip_grad_value_([part.p for part in self.parts], clipping.max_value)
+            self._twin.step()
+
+        self._served = self.comm.do(step, subject)
+
+    def whole_state(self, subject: Subject) -> defaultdict[Tensor, Any]:
+        """That after the last step."""
+        self.rest()
+        return super().whole_state(subject)
+
+    def rest(self) -> None:
+        """Until all steps have been made that were told."""
+        if self._served is not None:
+            self._served.wait()
+
+
+def _copied(value: Any) -> Any:
+    """An option as it is now: a scheduler may change a rate that is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value
