@@ -27,8 +27,8 @@ COMMAND = [sys.executable, "-m", "lightning_cocod.cli.train"]
 TINY = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
 LIMIT = 240  # seconds until a run counts as hung; on two busy cores a sweep of three jobs took 80
 NAMES = (
-    "co2, cocod, dc_s3gd, ddp, diloco, eager_diloco, local_sgd, overlap_local_sgd, pipe_sgd, post_local_sgd, slowmo, "
-    "ssgd, streaming_diloco"
+    "co2, cocod, dc_s3gd, ddp, diloco, eager_diloco, local_sgd, od_sgd, overlap_local_sgd, pipe_sgd, post_local_sgd, "
+    "slowmo, ssd_sgd, ssgd, streaming_diloco"
 )
 
 

@@ -13,13 +13,16 @@ from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 
+from lightning_cocod.algorithms.local_update import GLU
 from lightning_cocod.compression import Int8
 from lightning_cocod.strategies import (
     STRATEGIES,
     AlgorithmStrategy,
     CO2Strategy,
     EagerDiLoCoStrategy,
+    ODSGDStrategy,
     PipeSGDStrategy,
+    SSDSGDStrategy,
     SSGDStrategy,
 )
 
@@ -214,6 +217,9 @@ HONOURED = {
     "fragments": (2, lambda algorithm: algorithm.cut),
     "delay": (2, lambda algorithm: algorithm.delay.steps),
     "keep": (0.2, lambda algorithm: algorithm.delay.keep),
+    "local_update": (GLU(α=0.3), lambda algorithm: algorithm.local_update),
+    "scaling": ("paper", lambda algorithm: algorithm.scaling),
+    "pre_refresh": ("every_step", lambda algorithm: {True: "every_step", False: "pull"}[algorithm.local_update.every_step]),
     "compression": (Int8(block=64), lambda algorithm: algorithm.compression.codec),
     "timeout": (17.0, lambda algorithm: algorithm.comm.timeout),
     "process_group_timeout": (77.0, lambda algorithm: algorithm.comm.process_group_timeout),
@@ -223,7 +229,8 @@ ELSEWHERE = {"process_group_backend", "start_method"}  # test_launch.py
 ELSEWHERE |= {"batch_sizes"}  # not beside weights: test_proportional.py
 ELSEWHERE |= {"inter_node"}  # another name of period: test_hierarchy.py
 NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
-NOT_ALLOWED[PipeSGDStrategy] = NOT_ALLOWED[SSGDStrategy] = {"intra_node", "ranks_per_node"}
+WITHOUT_ROUNDS = (PipeSGDStrategy, SSGDStrategy, SSDSGDStrategy, ODSGDStrategy)
+NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node"} for strategy in WITHOUT_ROUNDS}
 
 
 def options_of(strategy):

@@ -426,7 +426,7 @@ def _changing(when, batches):
 
 def run(rank, world, speeds, *, samples=101, strategy="cocod", period=2, callbacks=(), path=None, loader=None, **options):
     L.seed_everything(10 + rank, verbose=False)  # ranks that are seeded apart still share one order
-    loader, rounds = loader or {}, {"period": period} if strategy not in ("pipe_sgd", "ssgd") else {}
+    loader, rounds = loader or {}, {"period": period} if strategy not in ("pipe_sgd", "ssgd", "od_sgd") else {}
     made = {**rounds, "batch_sizes": "proportional", **options.pop("made", {})}
     by_name = {s.registered_name: s for s in strategies.STRATEGIES}
     module, reads = Recorder(), Reads()

@@ -224,7 +224,9 @@ class Case:
 
 
 ALL = tuple(STRATEGIES)
-DELAYED = [name for name in VARIANTS if name != "ssgd"]  # which has neither a warm-up nor codecs
+SERVED = ("ssgd", "ssd_sgd", "od_sgd")
+CODED = [name for name in (*ALL, *VARIANTS) if name not in SERVED]
+WARM = [name for name in VARIANTS if name != "ssgd"]
 VALIDATION, EPOCH, START, EPOCH_START = (
     "on_validation_end",
     "on_train_epoch_end",
@@ -243,19 +245,19 @@ CASES = {
         world=4,
         every=3,
     ),
-    "within the warm-up": Case(strategy={"warmup_steps": 5}, strategies=(*ALL, *DELAYED), every=3),
+    "within the warm-up": Case(strategy={"warmup_steps": 5}, strategies=(*ALL, *WARM), every=3),
     "periods that change": Case(strategy={"period": {0: 1, 3: 2, 6: 5}}, strategies=ALL, every=3),
     "unequal weights": Case(strategy={"weights": [2, 1]}, strategies=ALL, every=3),
     "within an accumulation": Case(options={"accumulate_grad_batches": 4}, strategies=ALL),
     "an accumulation that grows": Case(Grows, every=3),
     "manual optimization": Case(TwoOptimizers, strategies=ALL, every=5),
     "parameters that freeze and thaw": Case(Thaws, strategies=(*ALL, *VARIANTS), every=3),
-    "with a codec": Case(strategy={"compression": Int4(block=8)}, strategies=(*ALL, *DELAYED), every=3),
+    "with a codec": Case(strategy={"compression": Int4(block=8)}, strategies=CODED, every=3),
     "parameters that freeze and thaw, with a codec": Case(
         Thaws, strategy={"compression": TopK(ratio=0.25)}, strategies=("cocod", "diloco", "eager_diloco"), every=3
     ),
     "gradients that the user zeroes": Case(NeverZeroed, every=5),
-    "clipping": Case(options={"gradient_clip_val": 0.1}, strategies=("cocod", "ssgd"), every=5),
+    "clipping": Case(options={"gradient_clip_val": 0.1}, strategies=("cocod", "ssgd", "ssd_sgd"), every=5),
     "a scaler that skips steps": Case(Overflows, made=scaled, every=5),
     "a moving average": Case(Averaged, hook=START, strategies=ALL, every=5, needs="EMAWeightAveraging"),
     "a moving average that is yet to be moved": Case(Averaged, every=5, needs="EMAWeightAveraging", inexact=(0, 5, 10)),

@@ -28,6 +28,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_cocod import (
     CO2,
     DCS3GD,
+    ODSGD,
+    SSDSGD,
     SSGD,
     CO2Strategy,
     CoCoD,
@@ -39,6 +41,7 @@ from lightning_cocod import (
     EagerDiLoCoStrategy,
     LocalSGD,
     LocalSGDStrategy,
+    ODSGDStrategy,
     OverlapLocalSGD,
     OverlapLocalSGDStrategy,
     PipeSGD,
@@ -47,6 +50,7 @@ from lightning_cocod import (
     PostLocalSGDStrategy,
     SlowMo,
     SlowMoStrategy,
+    SSDSGDStrategy,
     SSGDStrategy,
     StreamingDiLoCo,
     StreamingDiLoCoStrategy,
@@ -129,8 +133,8 @@ def clip_norm(running, optimizer):
     running.clip_grad_norm_(optimizer, 0.1)
 
 
-def clip_value(_, optimizer):
-    torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.01)
+def clip_value(running, optimizer):
+    running.clip_grad_value_(optimizer, 0.01)
 
 
 CASES = {
@@ -162,8 +166,13 @@ LOOPS = {
         (partial(PostLocalSGD, warmup_steps=4), partial(PostLocalSGDStrategy, warmup_steps=4)),
         (SlowMo, SlowMoStrategy),
         (StreamingDiLoCo, StreamingDiLoCoStrategy),
+        (partial(SSDSGD, local_update="dc_asgd"), partial(SSDSGDStrategy, local_update="dc_asgd")),
     ]
-} | {name(PipeSGDStrategy): (PipeSGD, PipeSGDStrategy), name(SSGDStrategy): (SSGD, SSGDStrategy)}
+} | {
+    name(PipeSGDStrategy): (PipeSGD, PipeSGDStrategy),
+    name(SSGDStrategy): (SSGD, SSGDStrategy),
+    name(ODSGDStrategy): (ODSGD, ODSGDStrategy),
+}
 
 
 def test_every_strategy_has_a_plain_loop_to_be_compared_with():

@@ -7,6 +7,7 @@ from lightning_cocod.algorithms.dc_s3gd import DCS3GD
 from lightning_cocod.algorithms.diloco import DiLoCo
 from lightning_cocod.algorithms.eager_diloco import EagerDiLoCo
 from lightning_cocod.algorithms.local_sgd import LocalSGD
+from lightning_cocod.algorithms.od_sgd import ODSGD
 from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
 from lightning_cocod.algorithms.pipe_sgd import PipeSGD
 from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
@@ -19,6 +20,7 @@ from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 __all__ = [
     "CO2",
     "DCS3GD",
+    "ODSGD",
     "SSDSGD",
     "SSGD",
     "Algorithm",

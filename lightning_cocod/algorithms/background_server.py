@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.elementwise import twin
 from lightning_cocod.algorithms.server import Server
-from lightning_cocod.comm import Group, Subject
+from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.norms import norm
 from lightning_cocod.comm.thread import Handle
 
@@ -41,6 +41,15 @@ class BackgroundServer(Server):
         self.read_x()
         self._twin = twin(optimizer, [{**group} for group in optimizer.param_groups])
         self._twin.state = self.state
+        self.P: list[Tensor] = []
+        """What has been pulled, on this worker."""
+        self.pulled = False
+        """Whether P is the base of the next local update."""
+        self.clipping = Clipping()
+        self.left_out: tuple[int, ...] = ()
+        """Ranks that the last mean gradient was without."""
+        self._pull: Message | None = None
+        self._pushed: Message | None = None
         self._served: Handle[None] | None = None
 
     @torch.no_grad()
@@ -52,8 +61,26 @@ class BackgroundServer(Server):
         for flat in self.g.buckets:
             flat.zero_()
 
-    def serve(self, clipping: Clipping, subject: Subject) -> None:
+    def acknowledged(self) -> None:
+        """Wait for the last push."""
+        if self._pushed is not None:
+            self._pushed.wait()
+            self.left_out, self._pushed = self._pushed.left_out, None
+
+    def begin_pull(self, subject: Subject) -> None:
+        """P ← async W."""
+        self.P = self.P or [torch.empty_like(p) for p in self.x]
+        self._pull, self.pulled = self.pull(subject, into=self.P), True
+
+    def arrived(self, *, counted: bool = True) -> None:
+        """Wait for the last pull."""
+        if self._pull is not None:
+            self._pull.wait(counted=counted)
+            self._pull = None
+
+    def serve(self, subject: Subject) -> None:
         """W ← async W + U(G), with the optimizer's options as they are now, after the push that has begun."""
+        self._pushed, self.push, clipping = self.push, None, self.clipping
         if self.optimizer.state:  # it has been loaded
             self.rest()
             self._take_state()
@@ -91,6 +118,21 @@ class BackgroundServer(Server):
         """Until all steps have been made that were told."""
         if self._served is not None:
             self._served.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's shard of W, and what has been pulled and is not used yet. The optimizer's is not here."""
+        self.arrived(counted=False)
+        self.rest()
+        return {"W": [W.clone() for W in self.W], "P": [p.clone() for p in self.P] if self.pulled else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue."""
+        self.arrived(counted=False)
+        self.rest()
+        for W, value in zip(self.W, state["W"], strict=True):
+            W.copy_(value)
+        self.pulled = state["P"] is not None
+        self.P = [p.to(self.comm.device, copy=True) for p in state["P"] or []]
 
 
 def _copied(value: Any) -> Any:

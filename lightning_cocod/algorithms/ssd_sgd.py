@@ -15,7 +15,6 @@ from lightning_cocod.algorithms.options import choice
 from lightning_cocod.algorithms.server import Server
 from lightning_cocod.algorithms.ssgd import SSGD
 from lightning_cocod.algorithms.when import Rounds, When, as_when
-from lightning_cocod.comm import Message
 from lightning_cocod.comm.ledger import Reading
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class SSDSGD(SSGD):
 
     Args:
         model: the module that is trained.
-        optimizer: one torch optimizer over its parameters; with ``glu`` it is SGD.
+        optimizer: one or several torch optimizers over its parameters; with ``glu`` they are SGD.
         period: k, a schedule ``{step: k}``, or a rule (``when.When``). The authors have 5.
         local_update: "glu", "sgd", "dc_asgd", "dc_asgd_a", or an object.
         scaling: "plain", a factor s = 1 of the worker's gradient and ℓ = the learning rate; "paper", s = 1/N and ℓ = N times
@@ -57,7 +56,7 @@ class SSDSGD(SSGD):
         **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
 
     Raises:
-        ValueError: an option out of range; several optimizers; "glu" beside another optimizer than SGD.
+        ValueError: an option out of range; "glu" beside another optimizer than SGD.
     """
 
     name: ClassVar[str] = "ssd_sgd"
@@ -88,29 +87,17 @@ class SSDSGD(SSGD):
             raise ValueError("pre_refresh is for local_update='glu': leave it out")
         if isinstance(self.local_update, GLU):
             self.local_update.every_step |= every_step
-        if len(self.optimizers) > 1:
-            raise ValueError(f"{self.name} has one optimizer, got {len(self.optimizers)}")
-        if self.local_update.needs_sgd and not isinstance(self.optimizers[0], torch.optim.SGD):
-            raise ValueError(
-                f"local_update='glu' reads gradients off the movement of weights and needs SGD, not "
-                f"{type(self.optimizers[0]).__name__}: choose sgd, dc_asgd or dc_asgd_a"
-            )
-        self._forget()
-
-    def _forget(self) -> None:
-        self.P: list[Tensor] = []
-        self.pull: Message | None = None
-        """Into P."""
-        self._pulled = False  # in the step before: P is the next base
-        self._pushed: Message | None = None
-        self._left_out: tuple[int, ...] = ()
-        self._clipping = Clipping()
+        for opt in self.optimizers:
+            if self.local_update.needs_sgd and not isinstance(opt, torch.optim.SGD):
+                raise ValueError(
+                    f"local_update='glu' reads gradients off the movement of weights and needs SGD, not "
+                    f"{type(opt).__name__}: choose sgd, dc_asgd or dc_asgd_a"
+                )
 
     # The verbs
 
     def start(self, *, broadcast: bool = True) -> None:
         """W ← x_i ← x_0."""
-        self._forget()
         self.rounds.ends = None
         super().start(broadcast=broadcast)
 
@@ -121,50 +108,49 @@ class SSDSGD(SSGD):
 
     def _begin(self, server: Server) -> None:
         """Push g, after the push before."""
-        self._acknowledged()
+        cast(BackgroundServer, server).acknowledged()
         super()._begin(server)
-
-    def _acknowledged(self) -> None:
-        if self._pushed is not None:
-            self._pushed.wait()
-            self._left_out, self._pushed = self._pushed.left_out, None
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """The gradients are on their way."""
         if any(server.is_outdated for server in self.servers.values()):
             self._read_server()
             self._put_back_states()
-            self._forget()
             self._serve()
-        for server in self.servers.values():
+        for server in self._of(optimizer):
             if server.push is None:
                 self._begin(server)
             server.complete(free=False)
-            left_out, self._left_out = self._left_out, ()
+            left_out, server.left_out = server.left_out, ()
             self.repair_buffers(left_out)
-        self._clipping = Clipping()
+            server.clipping = Clipping()
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """The worker's own gradient, now; the mean, when the server steps."""
-        self._clipping.max_norm = max_norm
+        for server in self._of(optimizer):
+            server.clipping.max_norm = max_norm
         return nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
 
     def clip_grad_value_(self, optimizer: Optimizer, max_value: float) -> None:
         """The worker's own gradient, now; the mean, when the server steps."""
-        self._clipping.max_value = max_value
+        for server in self._of(optimizer):
+            server.clipping.max_value = max_value
         super().clip_grad_value_(optimizer, max_value)
 
     def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
         """W ← async W + U(g) ; x ← LocalUpdate(b, g) ; P ← async W where it is time. The user's optimizer moves nothing."""
         if update is not None:
-            for server in self.servers.values():
-                self._advance(cast(BackgroundServer, server))
+            for server in self._of(None):
+                if server.push is not None:
+                    self._advance(server)
         return super().step(update, scaler=scaler)
 
+    def _of(self, optimizer: Optimizer | None) -> list[BackgroundServer]:
+        served = [server for opt, server in self.servers.items() if optimizer in (None, opt)]
+        return cast(list[BackgroundServer], served)
+
     def _advance(self, server: BackgroundServer) -> None:
-        assert server.push is not None  # in before_step
-        server.serve(self._clipping, self.subject("server's step"))
-        self._pushed, server.push = server.push, None
+        server.serve(self.subject("server's step"))
         if self.when.synchronous(self.t):
             server.pull(self.subject("parameters")).wait()
             self.local_update.begin(server.x)
@@ -172,37 +158,26 @@ class SSDSGD(SSGD):
             self.rounds.begin(self.t)
             self._update_locally(server)
             if self.rounds.ends is not None and self.t + 1 >= self.rounds.ends:
-                self.P = self.P or [torch.empty_like(p) for p in server.x]
-                self.pull, self._pulled = server.pull(self.subject("parameters"), into=self.P), True
+                server.begin_pull(self.subject("parameters"))
         if not self.overlap:
-            self._acknowledged()
-            self._arrived()
+            server.acknowledged()
+            server.arrived()
         for p in server.x:
             p.grad = None
 
     def _update_locally(self, server: BackgroundServer) -> None:
         """x ← LocalUpdate(b, g)."""
-        self._arrived()
+        server.arrived()
         numbers = {p: number for number, p in enumerate(server.x)}
         factor, s = (self.comm.world_size, 1 / self.comm.world_size) if self.scaling == "paper" else (1, 1.0)
         for group in server.optimizer.param_groups:
             scales = Scales(factor * float(group["lr"]), s, group.get("weight_decay", 0.0), self.rounds.length or 1)
             for p in group["params"]:
                 if p in numbers:
-                    b = self.P[numbers[p]] if self._pulled else p.detach()
+                    b = server.P[numbers[p]] if server.pulled else p.detach()
                     g = torch.zeros_like(p) if p.grad is None else p.grad
-                    self.local_update.step(p, b, g, scales, pulled=self._pulled)
-        self._pulled = False
-
-    def _arrived(self, *, counted: bool = True) -> None:
-        if self.pull is not None:
-            self.pull.wait(counted=counted)
-            self.pull = None
-
-    def finish(self) -> None:
-        """All workers have W."""
-        super().finish()
-        self._forget()
+                    self.local_update.step(p, b, g, scales, pulled=server.pulled)
+        server.pulled = False
 
     # What is evaluated and kept
 
@@ -216,26 +191,16 @@ class SSDSGD(SSGD):
 
     def state_dict(self) -> dict[str, Any]:
         """Adds this worker's shard of W, what has been pulled and is not used yet, and the local update's memory."""
-        state = super().state_dict()
         numbers = {p: number for number, p in enumerate(self._members())}
-        for server in self.servers.values():
-            self._arrived(counted=False)
-            cast(BackgroundServer, server).rest()
-            state["W"] = [W.clone() for W in server.W]
-            state["P"] = [p.clone() for p in self.P] if self._pulled else None
-            state["local_update"] = self.local_update.state_dict(numbers)
-        return state
+        served = [server.state_dict() for server in self._of(None)]
+        return {**super().state_dict(), "servers": served, "local_update": self.local_update.state_dict(numbers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the server was, and with what was pulled."""
         super().load_state_dict(state)
-        for server in self.servers.values():
-            self._arrived(counted=False)
-            for W, value in zip(server.W, state["W"], strict=True):
-                W.copy_(value)
-            self._pulled = state["P"] is not None
-            self.P = [p.to(self.comm.device, copy=True) for p in state["P"] or []]
-            self.local_update.load_state_dict(state["local_update"], self._members())
+        for server, of_server in zip(self._of(None), state["servers"], strict=True):
+            server.load_state_dict(of_server)
+        self.local_update.load_state_dict(state["local_update"], self._members())
 
     def metrics(self, since: Reading | None = None) -> dict[str, float]:
         """Adds the staleness of what is pulled."""

@@ -9,10 +9,12 @@ from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
 from lightning_cocod.strategies.diloco import DiLoCoStrategy
 from lightning_cocod.strategies.eager_diloco import EagerDiLoCoStrategy
 from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
+from lightning_cocod.strategies.od_sgd import ODSGDStrategy
 from lightning_cocod.strategies.overlap_local_sgd import OverlapLocalSGDStrategy
 from lightning_cocod.strategies.pipe_sgd import PipeSGDStrategy
 from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
 from lightning_cocod.strategies.slowmo import SlowMoStrategy
+from lightning_cocod.strategies.ssd_sgd import SSDSGDStrategy
 from lightning_cocod.strategies.ssgd import SSGDStrategy
 from lightning_cocod.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
@@ -23,9 +25,11 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     LocalSGDStrategy,
+    ODSGDStrategy,
     OverlapLocalSGDStrategy,
     PipeSGDStrategy,
     PostLocalSGDStrategy,
+    SSDSGDStrategy,
     SSGDStrategy,
     SlowMoStrategy,
     StreamingDiLoCoStrategy,
@@ -48,9 +52,11 @@ __all__ = [
     "DiLoCoStrategy",
     "EagerDiLoCoStrategy",
     "LocalSGDStrategy",
+    "ODSGDStrategy",
     "OverlapLocalSGDStrategy",
     "PipeSGDStrategy",
     "PostLocalSGDStrategy",
+    "SSDSGDStrategy",
     "SSGDStrategy",
     "SlowMoStrategy",
     "StreamingDiLoCoStrategy",

@@ -20,6 +20,8 @@ VARIANTS = {
     "pipe_sgd": {},
     "post_local_sgd": {"period": 3, "warmup_steps": 4},
     "slowmo": {"period": 3},
+    "od_sgd": {},
+    "ssd_sgd": {"period": 3, "local_update": "dc_asgd"},
     "ssgd": {},
     "streaming_diloco": {"period": 3},
 }

@@ -1,0 +1,41 @@
+"""``Trainer(strategy="od_sgd")``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from lightning_cocod.algorithms import ODSGD
+from lightning_cocod.algorithms.local_update import LocalUpdate
+from lightning_cocod.strategies.base import AlgorithmStrategy
+
+
+class ODSGDStrategy(AlgorithmStrategy):
+    """OD-SGD under Lightning: parameters that are a step old, moved by the rank's own gradient (see ``ODSGD``).
+
+    Args:
+        local_update: "dc_asgd_a", "dc_asgd", "sgd", "glu" beside SGD only, or an object.
+        warmup_steps: steps of S-SGD first.
+        overlap: False waits for what is launched: the same trajectory, nothing hidden.
+        weights: of the ranks in every mean, in any scale. Equal by default.
+        **options: see ``AlgorithmStrategy``.
+
+    Raises:
+        ValueError: an option out of range.
+        TypeError: an option that only DDP understands, or an unknown one; in a fit, an optimizer that needs whole tensors.
+        MisconfigurationException: in a fit with ``precision="16-mixed"``.
+    """
+
+    registered_name: ClassVar[str] = ODSGD.name
+
+    def __init__(
+        self,
+        *,
+        local_update: str | LocalUpdate = "dc_asgd_a",
+        warmup_steps: int = 0,
+        overlap: bool = True,
+        weights: Sequence[float] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.runs(ODSGD, local_update=local_update, warmup_steps=warmup_steps, overlap=overlap, weights=weights)
