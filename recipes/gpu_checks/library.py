@@ -42,7 +42,9 @@ def strategies() -> dict[str, Any]:
 
 
 def takes(kind: type, option: str) -> bool:
-    """Whether it has an option of its own of this name, or hands one on to what it is made of."""
+    """Whether it has an option of its own of this name, or hands one on to what it is made of (a period may be fixed)."""
+    if option == "period":
+        return option in inspect.signature(kind).parameters
     return any(option in inspect.signature(c.__init__).parameters for c in kind.__mro__)
 
 

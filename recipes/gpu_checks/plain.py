@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -71,14 +72,24 @@ def codes(rank: Rank) -> None:
                 rank.expect(rank.same(run.end) and run.end.isfinite().all(), f"{name}: replicas equal and finite at the end")
 
 
+def spoiling(rank: Rank, value: float) -> Callable[[int, nn.Module], None]:
+    """What fills a gradient of rank 1 with this value in the sixth step."""
+    hooks: list[Any] = []
+
+    def spoil(step: int, net: nn.Module) -> None:
+        if hooks:
+            hooks.pop().remove()
+        if rank.rank == 1 and step == 5:
+            hooks.append(next(net.parameters()).register_hook(lambda gradient: torch.full_like(gradient, value)))
+
+    return spoil
+
+
 @check()
 def float16(rank: Rank) -> None:
     """A step that one rank's scaler skips counts on both."""
 
-    def overflow(step: int, net: nn.Module) -> None:
-        if rank.rank == 1 and step == 5:
-            next(net.parameters()).grad.fill_(float("inf"))
-
+    overflow = spoiling(rank, float("inf"))
     for name, algorithm in ALGORITHMS.items():
         if must_warm_up(algorithm) or not algorithm.may_skip_steps:  # refuses a scaler
             continue
@@ -247,10 +258,7 @@ def halves(rank: Rank) -> None:
 def nonfinite(rank: Rank) -> None:
     """A rank with NaN: left out and repaired under "skip", named on all ranks under "raise"."""
 
-    def spoil(step: int, net: nn.Module) -> None:
-        if rank.rank == 1 and step == 5:
-            next(net.parameters()).grad.fill_(float("nan"))
-
+    spoil = spoiling(rank, float("nan"))
     for name, algorithm in ALGORITHMS.items():
         with rank.attempt(name):
             try:

@@ -70,7 +70,7 @@ def train(
         steps: how many.
         half: under autocast in float16, with a gradient scaler.
         size: of a batch.
-        spoil: is given the step and the model between backward and the step.
+        spoil: is given the step and the model between forward and backward.
         **wanted: options, for an algorithm that has them.
     """
     net, batches = image_net(rank), images(rank, size)
@@ -85,9 +85,9 @@ def train(
             with torch.autocast(kind, torch.float16, enabled=half):
                 loss = nn.functional.cross_entropy(net(x), y)
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
             if spoil is not None:
                 spoil(step, net)
+            scaler.scale(loss).backward()
             running.step(scaler=scaler if half else None)
         rank.synchronize()
         seconds, metrics, t, before = time.perf_counter() - begun, running.metrics(), running.t, flat(net)
