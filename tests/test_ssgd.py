@@ -480,3 +480,37 @@ def test_or_the_step_is_that_of_the_others():
         assert len(seen) == 3
         assert distance(seen, ranks[0]) == 0.0
         assert all(t.isfinite().all() for t in seen[-1].values())
+
+
+class Explodes(optim.SGD):
+    """When it is told."""
+
+    now = False
+
+    def step(self, closure=None):
+        super().step()
+        if self.now:
+            self.param_groups[0]["params"][0].data.view(-1)[0] = float("nan")
+
+
+def explodes(rank, n, on_nonfinite):
+    model, before = made(), None
+    optimizer = Explodes([p for p in model.parameters() if p.requires_grad], **HEAVY)
+    try:
+        with SSGD(model, optimizer, on_nonfinite=on_nonfinite) as ssgd:
+            for step in range(3):
+                x, y = batch(rank, step)
+                (model(x, True) - y).square().mean().backward()
+                before = copy.deepcopy(model.state_dict())
+                optimizer.now = rank == 1 and step == 1
+                ssgd.step()
+    except NonFiniteMessage as error:
+        assert distance(before, model.state_dict()) == 0.0
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_shard_that_is_not_finite_reaches_nobody(on_nonfinite):
+    for said in run_ranks(explodes, 2, on_nonfinite):
+        assert "ssgd/parameters at step 1: NaN or infinity in the message of rank 1" in said

@@ -15,9 +15,10 @@ _SHAPE, _STEPS = (4, 6), 3
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Tried out, with the optimizer's options: steps on a matrix, and on the halves of its elements, have to agree."""
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(_SHAPE, generator=generator)
-    gradients = torch.randn(_STEPS, *_SHAPE, generator=generator)
+    start, slopes = torch.randn(_SHAPE, generator=generator), torch.randn(_STEPS, *_SHAPE, generator=generator)
     for group in optimizer.param_groups:
+        device = group["params"][0].device if group["params"] else torch.device("cpu")  # some kinds are for one only
+        matrix, gradients = start.to(device), slopes.to(device)
         try:
             whole = _stepped(optimizer, group, [matrix], [[g] for g in gradients])
             halves = _stepped(optimizer, group, matrix.view(2, -1).unbind(), [g.view(2, -1).unbind() for g in gradients])

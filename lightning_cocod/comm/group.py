@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,8 +117,11 @@ class Group(Channel):
         return self._submit(subject, Push(g, s, weight, self.world_size, rows, gate), fit=True)
 
     def pull_(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, subject: Subject) -> Message:
-        """x ← the shards s of all workers, of every bucket of their layout, as they are pushed to."""
-        return self._submit(subject, Pull(s, x, layout))
+        """x ← the shards s of all workers, of every bucket of their layout, as they are pushed to.
+
+        A shard that is not finite is an error whatever the subject says: nobody else has it.
+        """
+        return self._submit(replace(subject, skip=False), Pull(s, x, layout))
 
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of these tensors; made once for equal shapes."""
