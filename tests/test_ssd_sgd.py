@@ -256,7 +256,7 @@ def test_options_are_refused_in_one_line():
     sgd, adam = torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())
     for optimizer, options, words in [
         (adam, {}, "needs SGD, not Adam: choose sgd, dc_asgd or dc_asgd_a"),
-        ([sgd, adam], {}, "needs SGD, not Adam"),
+        ([sgd, torch.optim.SGD(model.parameters(), 0.1)], {}, "without a parameter in common"),
         (sgd, {"local_update": "global"}, "local_update must be"),
         (sgd, {"scaling": "huge"}, "scaling must be"),
         (sgd, {"pre_refresh": "every_step", "local_update": "sgd"}, "pre_refresh is for local_update='glu'"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.elementwise import twin
@@ -34,10 +35,11 @@ class BackgroundServer(Server):
     Args:
         optimizer: element-wise.
         comm: sends.
+        shared: parameters that other optimizers have as well.
     """
 
-    def __init__(self, optimizer: Optimizer, comm: Group) -> None:
-        super().__init__(optimizer, comm)
+    def __init__(self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset()) -> None:
+        super().__init__(optimizer, comm, shared)
         self.read_x()
         self._twin = twin(optimizer, [{**group} for group in optimizer.param_groups])
         self._twin.state = self.state
@@ -113,6 +115,11 @@ class BackgroundServer(Server):
         """That after the last step."""
         self.rest()
         return super().whole_state(subject)
+
+    def replace_state(self) -> None:
+        """After the last step."""
+        self.rest()
+        super().replace_state()
 
     def rest(self) -> None:
         """Until all steps have been made that were told."""

@@ -88,6 +88,8 @@ class Algorithm:
     """Whether there are local steps, in which the workers of a node can do something on their own."""
     in_shards: ClassVar[bool] = False
     """Whether a worker has a part of the gradients only, between ``before_step`` and ``step``, and of optimizers' states."""
+    frees_gradients: ClassVar[bool] = False
+    """Whether a gradient is taken away in backward, as soon as it is complete."""
     one_backward_a_step: bool = True
     """Whether a backward that is not under ``no_sync()`` completes the gradients of a step; said by the loop."""
 
@@ -165,6 +167,9 @@ class Algorithm:
         if broadcast and self.comm.world_size > 1:
             state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
             self.comm.broadcast_(state, self.subject("initial weights", counted=False)).wait()
+
+    def after_backward(self) -> None:
+        """A pass is over. Nothing to do without gradient hooks; a loop whose steps may not follow at once says so."""
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """Gradients are complete. In a synchronous step they become the mean over the workers, or over those of a node.

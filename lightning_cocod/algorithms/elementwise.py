@@ -10,38 +10,54 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 _SHAPE, _STEPS = (4, 6), 3
+_WHOLE = "needs whole tensors, and a sharded server has parts of them"
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Tried out, with the optimizer's options: steps on a matrix, and on the halves of its elements, have to agree."""
+def refusal(optimizer: Optimizer) -> str | None:
+    """Why it cannot be given parts; None if it can.
+
+    Tried out, with its options, where its parameters are: steps on a matrix, and on each half of its elements by itself,
+    have to agree, and its state has to be of tensors and plain values.
+    """
     generator = torch.Generator().manual_seed(0)
     start, slopes = torch.randn(_SHAPE, generator=generator), torch.randn(_STEPS, *_SHAPE, generator=generator)
     for group in optimizer.param_groups:
-        device = group["params"][0].device if group["params"] else torch.device("cpu")  # some kinds are for one only
-        matrix, gradients = start.to(device), slopes.to(device)
+        device = next((p.device for p in group["params"]), start.device)
+        m, g = start.to(device), slopes.to(device)
         try:
-            whole = _stepped(optimizer, group, [matrix], [[g] for g in gradients])
-            halves = _stepped(optimizer, group, matrix.view(2, -1).unbind(), [g.view(2, -1).unbind() for g in gradients])
+            whole, state = _stepped(optimizer, group, m, g)
+        except Exception as error:  # whatever it is
+            return f"cannot step a matrix beside the model ({type(error).__name__}: {error})"
+        if torch.equal(whole, m):
+            return "moves nothing when its class is tried out beside the model, as one around another optimizer"
+        for p, values in state.items():
+            if not isinstance(p, Tensor):
+                return f"keeps {p!r} in its state, which belongs to no parameter and cannot be cut into shards"
+            for key, value in values.items():
+                if not isinstance(value, Tensor | bool | int | float | complex | str | None):
+                    return f"keeps a {type(value).__name__} as {key!r} in its state, which cannot be cut into shards"
+        try:
+            rows, of_rows = m.view(2, -1), g.view(_STEPS, 2, -1)
+            halves = [_stepped(optimizer, group, rows[i], of_rows[:, i])[0] for i in range(2)]
         except Exception:  # whatever it is that it does not like about a vector
-            return False
-        together = torch.cat([t.flatten() for t in whole]), torch.cat(halves)
-        if not torch.allclose(*together, rtol=1e-5, atol=1e-7):
-            return False
-    return True
+            return _WHOLE
+        if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+            return _WHOLE
+    return None
 
 
-def _stepped(optimizer: Optimizer, group: dict[str, Any], start: Any, gradients: Any) -> list[Tensor]:
-    """Where these tensors end in an optimizer of the same class with the options of a group."""
-    x = [nn.Parameter(t.clone()) for t in start]
-    rate = torch.tensor(0.05) if isinstance(group.get("lr"), Tensor) else 0.05  # a warm-up's may be 0
-    probe = twin(optimizer, [{**group, "params": x, **({"lr": rate} if "lr" in group else {})}])
+def _stepped(optimizer: Optimizer, group: dict[str, Any], start: Tensor, gradients: Tensor) -> tuple[Tensor, Any]:
+    """Where a tensor ends in an optimizer of the same class with the options of a group, and its state then."""
+    x = nn.Parameter(start.clone())
+    given = group.get("lr")
+    rate = torch.full_like(given, 0.05) if isinstance(given, Tensor) else 0.05  # a warm-up's may be 0
+    probe = twin(optimizer, [{**group, "params": [x], **({"lr": rate} if "lr" in group else {})}])
     if isinstance(optimizer, Adagrad):  # the only one of torch's that makes its state when it is made
         probe.state.update(Adagrad(probe.param_groups, **optimizer.defaults).state)
     for step in gradients:
-        for p, g in zip(x, step, strict=True):
-            p.grad = g.clone()
+        x.grad = step.clone()
         probe.step()
-    return [p.detach() for p in x]
+    return x.detach(), probe.state
 
 
 def twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

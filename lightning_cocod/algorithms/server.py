@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cocod.algorithms.elementwise import is_elementwise
+from lightning_cocod.algorithms.elementwise import refusal
 from lightning_cocod.algorithms.gradients import trainable
 from lightning_cocod.algorithms.shard_state import Part, cut, gather
 from lightning_cocod.comm import Group, Message, Subject
@@ -34,20 +35,19 @@ class Server:
     Args:
         optimizer: element-wise.
         comm: sends.
+        shared: parameters that other optimizers move too: their gradients are kept for those.
 
     Raises:
         TypeError: an optimizer that needs whole tensors; parameters with gaps in their memory.
     """
 
-    def __init__(self, optimizer: Optimizer, comm: Group) -> None:
-        if not is_elementwise(optimizer):
-            raise TypeError(
-                f"{type(optimizer).__name__} needs whole tensors, and a sharded server has parts of them; "
-                "use an element-wise optimizer such as SGD or AdamW"
-            )
+    def __init__(self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset()) -> None:
+        if (why_not := refusal(optimizer)) is not None:
+            raise TypeError(f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW")
         self.optimizer, self.comm = optimizer, comm
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.x = trainable([optimizer])[::-1]
+        self.shared = {p for p in self.x if p in shared}
         if not all(map(is_dense, self.x)):
             raise TypeError("a parameter has gaps in its memory: make it contiguous before the optimizer is made")
         labels = [groups[p] for p in self.x]
@@ -100,8 +100,13 @@ class Server:
                 pieces[piece.index].append((bucket, piece.start, piece.stop, place))
         return pieces
 
+    def replace_state(self) -> None:
+        """The optimizer has loaded another state, which may be none."""
+        self.state.clear()
+        self._take_state()
+
     def _take_state(self) -> None:
-        """What the optimizer has for whole parameters, at first or as it has been loaded, is cut."""
+        """What the optimizer has for whole parameters, at first or as somebody has written it, is cut."""
         held = self.optimizer.state
         for part in self.parts:
             if whole := held.get(self.x[part.number]):
@@ -111,7 +116,16 @@ class Server:
     @property
     def is_outdated(self) -> bool:
         """Whether the optimizer moves parameters that are not served."""
-        return not set(trainable([self.optimizer])).issubset(self.x)
+        return bool(self.missing())
+
+    def members(self) -> list[nn.Parameter]:
+        """The optimizer's parameters, which are the user's."""
+        groups = self._users if self.is_serving else [group["params"] for group in self.optimizer.param_groups]
+        return [p for group in groups for p in group]
+
+    def missing(self) -> set[nn.Parameter]:
+        """Those."""
+        return set(trainable([self.optimizer])).difference(self.x)
 
     # Push
 
@@ -124,17 +138,19 @@ class Server:
 
     @torch.no_grad()
     def take(self, number: int, *, free: bool = True) -> None:
-        """A parameter's gradient is complete, or zero where it has none. It may be freed."""
+        """A parameter's gradient is complete, or zero where it has none. It may be freed, unless it is shared."""
         p = self.x[number]
         assert self.gate is not None  # begun
         self._taken.add(number)
+        if p.grad is not None and p.grad.is_sparse:
+            raise TypeError("sparse gradients cannot be pushed to a sharded server: use sparse=False")
         flat = None if p.grad is None else in_memory_order(in_the_order_of(p, p.grad))
         for bucket, start, stop, place in self._pieces[number]:
             place.zero_() if flat is None else place.copy_(flat[start:stop])
             self._waiting[bucket] -= 1
             if self._waiting[bucket] == 0:
                 self.gate.open(bucket)
-        if free:
+        if free and p not in self.shared:
             p.grad = None
 
     def is_taken(self, number: int) -> bool:
@@ -171,9 +187,12 @@ class Server:
             part.p.copy_(flat.view(part.p.shape))
             part.p.requires_grad_(self.x[part.number].requires_grad)
             part.p.grad = gradient if present is None or present[part.number] else None
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         self._users = [group["params"] for group in self.optimizer.param_groups]
         for number, group in enumerate(self.optimizer.param_groups):
-            group["params"] = self._groups[number]
+            group["params"] = self._groups[number] if number < len(self._groups) else []  # a group that has just come
         self.optimizer.state, self.is_serving = self.state, True
 
     def leave(self) -> None:
@@ -182,6 +201,20 @@ class Server:
         self.state, self.optimizer.state = self.optimizer.state, defaultdict(dict)
         for group, params in zip(self.optimizer.param_groups, self._users, strict=True):
             group["params"] = params
+
+    @contextmanager
+    def shown(self, state: defaultdict[Tensor, Any]) -> Iterator[None]:
+        """Inside, the optimizer has the parameters, with this state of whole ones."""
+        serving = self.is_serving
+        if serving:
+            self.leave()
+        self.optimizer.state = state
+        try:
+            yield
+        finally:
+            self.optimizer.state = defaultdict(dict)
+            if serving:
+                self._hand_over()
 
     def pull(self, subject: Subject, into: Sequence[Tensor] | None = None) -> Message:
         """x ← async W, the shards of all workers; or something else like x."""

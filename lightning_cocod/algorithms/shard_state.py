@@ -41,20 +41,33 @@ def gather(
     parts: Sequence[Part], state: Mapping[Tensor, Any], x: Sequence[nn.Parameter], comm: Group, subject: Subject
 ) -> defaultdict[Tensor, Any]:
     """The state of whole parameters, on every worker. Collective."""
-    mine = [(part.number, part.start, part.stop, dict(state[part.p])) for part in parts if state.get(part.p)]
-    whole: defaultdict[Tensor, Any] = defaultdict(dict)
+    mine = [(part.number, part.start, part.stop, _on_host(state[part.p])) for part in parts if state.get(part.p)]
+    of_parameter = defaultdict(list)
     for theirs in _exchange(mine, comm, subject):
-        for number, start, stop, held in theirs:
-            p = x[number]
-            found = whole[p]
-            for key, value in held.items():
-                if isinstance(value, Tensor) and p.dim() > 0 and value.shape == (stop - start,):
-                    if key not in found:
-                        found[key] = torch.empty_strided(p.size(), p.stride(), dtype=value.dtype, device=p.device).zero_()
-                    in_memory_order(found[key])[start:stop] = value.to(p.device)
-                else:
-                    found.setdefault(key, value)
+        for number, *part in theirs:
+            of_parameter[number].append(part)
+    whole: defaultdict[Tensor, Any] = defaultdict(dict)
+    for number, held_parts in of_parameter.items():
+        for key in dict.fromkeys(key for _, _, (held, _) in held_parts for key in held):
+            whole[x[number]][key] = _together(x[number], key, held_parts)
     return whole
+
+
+def _together(p: nn.Parameter, key: str, held_parts: Any) -> Any:
+    """One entry of the parts' states: put together where each has as much as the part, else the first."""
+    found = [(start, stop, held[key], key in on_host) for start, stop, (held, on_host) in held_parts if key in held]
+    if p.dim() == 0 or not all(isinstance(v, Tensor) and v.shape == (stop - start,) for start, stop, v, _ in found):
+        _, _, value, on_host = found[0]
+        return value.to(p.device) if isinstance(value, Tensor) and not on_host else value
+    whole = torch.empty_strided(p.size(), p.stride(), dtype=found[0][2].dtype, device=p.device).zero_()
+    for start, stop, value, _ in found:
+        in_memory_order(whole)[start:stop] = value.to(p.device)
+    return whole
+
+
+def _on_host(held: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state of a part, and which tensors of it lie in host memory, as counters of steps do wherever the part lies."""
+    return dict(held), [key for key, value in held.items() if isinstance(value, Tensor) and value.device.type == "cpu"]
 
 
 def _exchange(mine: Any, comm: Group, subject: Subject) -> list[Any]:

@@ -61,7 +61,7 @@ class SSDSGD(SSGD):
 
     name: ClassVar[str] = "ssd_sgd"
     server: ClassVar[type[Server]] = BackgroundServer
-    frees: ClassVar[bool] = False
+    frees_gradients: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -87,6 +87,11 @@ class SSDSGD(SSGD):
             raise ValueError("pre_refresh is for local_update='glu': leave it out")
         if isinstance(self.local_update, GLU):
             self.local_update.every_step |= every_step
+        groups = [group["params"] for opt in self.optimizers for group in opt.param_groups]
+        if len({p for params in groups for p in params}) < sum(map(len, groups)):
+            raise ValueError(
+                f"{self.name} needs optimizers without a parameter in common: its server would have two values of it"
+            )
         for opt in self.optimizers:
             if self.local_update.needs_sgd and not isinstance(opt, torch.optim.SGD):
                 raise ValueError(
@@ -113,10 +118,7 @@ class SSDSGD(SSGD):
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """The gradients are on their way."""
-        if any(server.is_outdated for server in self.servers.values()):
-            self._read_server()
-            self._put_back_states()
-            self._serve()
+        self._join()
         for server in self._of(optimizer):
             if server.push is None:
                 self._begin(server)
@@ -124,6 +126,10 @@ class SSDSGD(SSGD):
             left_out, server.left_out = server.left_out, ()
             self.repair_buffers(left_out)
             server.clipping = Clipping()
+
+    def _renew(self) -> None:
+        self._read_server()
+        super()._renew()
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """The worker's own gradient, now; the mean, when the server steps."""
@@ -144,10 +150,6 @@ class SSDSGD(SSGD):
                 if server.push is not None:
                     self._advance(server)
         return super().step(update, scaler=scaler)
-
-    def _of(self, optimizer: Optimizer | None) -> list[BackgroundServer]:
-        served = [server for opt, server in self.servers.items() if optimizer in (None, opt)]
-        return cast(list[BackgroundServer], served)
 
     def _advance(self, server: BackgroundServer) -> None:
         server.serve(self.subject("server's step"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.gradients import trainable
 from lightning_cocod.algorithms.options import flag
 from lightning_cocod.algorithms.server import Server
 from lightning_cocod.algorithms.when import as_when
 from lightning_cocod.comm.norms import norm
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class SSGD(Algorithm):
@@ -61,9 +64,8 @@ class SSGD(Algorithm):
     may_skip_steps: ClassVar[bool] = False
     has_rounds: ClassVar[bool] = False
     in_shards: ClassVar[bool] = True
+    frees_gradients: ClassVar[bool] = True
     server: ClassVar[type[Server]] = Server
-    frees: ClassVar[bool] = True
-    """Whether gradients have done what they are for once they have been pushed."""
 
     def __init__(
         self,
@@ -74,11 +76,11 @@ class SSGD(Algorithm):
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
+        self.servers: dict[Optimizer, Server] = {}
         super().__init__(model, optimizer, when=as_when(1, 0), weights=weights, **shared)
         if self.compression is not None:
             raise ValueError("ssgd sends gradients whole: leave compression out, or use pipe_sgd, which has it")
         self.overlap = flag("overlap", overlap)
-        self.servers: dict[Optimizer, Server] = {}
         self._hooks_of_servers: list[Any] = []
         self._accumulating = False
         self._stepped: list[Server] = []
@@ -93,9 +95,13 @@ class SSGD(Algorithm):
 
     def _serve(self) -> None:
         self.release()
-        self.servers = {opt: self.server(opt, self.comm) for opt in self.optimizers}
+        members = [p for opt in self.optimizers for p in dict.fromkeys(trainable([opt]))]
+        shared = {p for p, count in Counter(members).items() if count > 1}
+        self.servers = {opt: self.server(opt, self.comm, shared) for opt in self.optimizers}
         for server in self.servers.values():
             self._hooks_of_servers.append(server.optimizer.register_step_post_hook(partial(self._on_step, server)))
+            load: Any = server.optimizer.register_load_state_dict_post_hook
+            self._hooks_of_servers.append(load(lambda _, server=server: server.replace_state()))
             if self.overlap and len(self.servers) == 1:
                 for number, p in enumerate(server.x):
                     hook: Any = p.register_post_accumulate_grad_hook  # untyped in torch
@@ -122,30 +128,37 @@ class SSGD(Algorithm):
 
     def _on_gradient(self, server: Server, number: int, _: Tensor) -> None:
         """A parameter's gradient is complete, if backward is the last of the step: push it."""
-        if self._accumulating or not self.one_backward_a_step:
+        if self._accumulating or not self.one_backward_a_step or self.replica.is_aside:
             return
         if server.is_taken(number):
             raise RuntimeError(
-                "a second backward in one step, and the gradients of the first are on their way: put all backwards but the "
+                "a second backward in one step (or one pass that comes twice by a parameter, as re-entrant checkpointing "
+                "does), and the gradients of the first are on their way: use overlap=False, or put all backwards but the "
                 "last of a step under no_sync()"
             )
         if server.push is None:
             if server.is_outdated:  # before_step sees to it
                 return
             self._begin(server)
-        server.take(number, free=self.frees)
+        server.take(number, free=self.frees_gradients)
 
     def _begin(self, server: Server) -> None:
         self.weighing.report_step()
         server.begin(self.w, self.subject("gradients"))
 
+    def after_backward(self) -> None:
+        """What has been begun does not keep other messages."""
+        for server in self.servers.values():
+            if server.push is not None:
+                server.complete(free=self.frees_gradients)
+
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """g ← the mean over the workers, of this worker's shard, which the optimizer has from now on."""
         super().before_step(optimizer)
-        if any(server.is_outdated for server in self.servers.values()):
-            self._put_back_states()
-            self._serve()
-        for server in [server for opt, server in self.servers.items() if optimizer in (None, opt)]:
+        if optimizer is None and any(server.shared for server in self.servers.values()):
+            raise ValueError("optimizers share parameters: call before_step and step for one after the other")
+        self._join()
+        for server in self._of(optimizer):
             if server.push is None:
                 self._begin(server)
             server.complete()
@@ -155,10 +168,42 @@ class SSGD(Algorithm):
             self.repair_buffers(push.left_out)
             server.enter(server.present(self.subject("gradients present")) if push.lacking else None)
 
+    def _join(self) -> None:
+        """Parameters that are new in the optimizers are served from now on.
+
+        Raises:
+            RuntimeError: they have gradients already, and others are on their way.
+        """
+        self.after_backward()
+        if not any(server.is_outdated for server in self.servers.values()):
+            return
+        if all(server.push is None for server in self.servers.values()):
+            self._renew()
+        elif any(p.grad is not None for server in self.servers.values() for p in server.missing()):
+            raise RuntimeError(
+                "parameters have joined the optimizer between backward and step, and have gradients: "
+                "let them join before backward"
+            )  # without gradients they are served from the next step on
+
+    def _renew(self) -> None:
+        """New servers."""
+        self._put_back_states()
+        self._serve()
+
+    def _of(self, optimizer: Optimizer | None) -> list[Any]:
+        """The server of an optimizer, or all."""
+        return [server for opt, server in self.servers.items() if optimizer is None or opt is optimizer]
+
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """That of all workers' shards together."""
+        """That of all workers' shards together.
+
+        Raises:
+            RuntimeError: before ``before_step``, when there is no mean yet.
+        """
         if optimizer not in self.servers:
             return super().clip_grad_norm_(optimizer, max_norm)
+        if not self.servers[optimizer].is_serving:
+            raise RuntimeError("gradients are clipped once they are a mean: call clip_grad_norm_ after before_step()")
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         square = norm(gradients).square().reshape(1)
         self.comm.mean_([square], 1.0, self.subject("gradient norm")).wait()
@@ -191,19 +236,31 @@ class SSGD(Algorithm):
     # States
 
     def _put_back_states(self) -> None:
+        self.after_backward()
         for optimizer, server in self.servers.items():
+            if server.is_serving:
+                server.leave()
             optimizer.state = server.whole_state(self.subject("optimizer", counted=False))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole. Collective."""
+        """Whole. Collective. Empty once communication has failed: nobody can put the shards together."""
         server = self.servers.get(optimizer)
         if server is None:
             return super().optimizer_state(optimizer)
-        optimizer.state = server.whole_state(self.subject("optimizer", counted=False))
-        try:
+        if self.comm.failed:
+            _log.warning(
+                "communication has failed, and the state of %s is in shards: none of it is saved", type(optimizer).__name__
+            )
+            with server.shown(defaultdict(dict)):
+                return super().optimizer_state(optimizer)
+        self.after_backward()
+        with server.shown(server.whole_state(self.subject("optimizer", counted=False))):
             return super().optimizer_state(optimizer)
-        finally:
-            optimizer.state = defaultdict(dict)
+
+    def _members(self) -> list[nn.Parameter]:
+        """Those of the user, whatever the optimizers have."""
+        served = [p for server in self.servers.values() for p in server.members()]
+        return list(dict.fromkeys(served)) if self.servers else super()._members()
 
     def _differing(self) -> list[nn.Parameter]:
         """None that an optimizer moves."""
@@ -212,9 +269,7 @@ class SSGD(Algorithm):
 
     def _pending_correction(self) -> Callable[[], None] | None:
         """There is none, but whether x is finite is asked where there is one. A push that has begun must not keep others."""
-        for server in self.servers.values():
-            if server.push is not None:
-                server.complete(free=self.frees)
+        self.after_backward()
         return None if self.comm.world_size == 1 else lambda: None
 
     def _why_explicit(self) -> str | None:

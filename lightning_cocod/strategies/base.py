@@ -14,7 +14,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -46,7 +45,8 @@ from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcas
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master, fresh_part, joining, store_outlives_ranks
 from lightning_cocod.strategies.replaced import Replaced
-from lightning_cocod.strategies.stepper import Stepper
+from lightning_cocod.strategies.shard_gradients import ShardGradients
+from lightning_cocod.strategies.stepper import Stepper, users
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -125,6 +125,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._quiet: QuietLoop | None = None
         self._far_apart: FarApart | None = None
         self._proportional: Proportional | None = None
+        self._in_shards: ShardGradients | None = None
         self._stepped = False
         self._ending: BaseException | None = None
         self._alone = False
@@ -275,9 +276,8 @@ class AlgorithmStrategy(DDPStrategy):
             self._proportional.install(self._replaced)
         assert self.lightning_module is not None
         algorithm.one_backward_a_step = self.lightning_module.automatic_optimization
-        if algorithm.in_shards:
-            for clip, own in (("norm", algorithm.clip_grad_norm_), ("value", algorithm.clip_grad_value_)):
-                self._replaced.method(self.precision_plugin, f"clip_grad_by_{clip}", partial(_clip, own))
+        if algorithm.in_shards and self.world_size > 1:
+            self._in_shards = ShardGradients(trainer, self.precision_plugin, algorithm, self._replaced)
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
         self._quiet = QuietLoop(
             trainer,
@@ -316,7 +316,7 @@ class AlgorithmStrategy(DDPStrategy):
         if self._algorithm is not None:
             self._algorithm.release()
         self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
-        self._proportional = None
+        self._proportional, self._in_shards = None, None
         try:
             if communicator is not None:
                 communicator.close()  # raises if a peer was lost unnoticed
@@ -379,8 +379,14 @@ class AlgorithmStrategy(DDPStrategy):
             self._stepped = True
         return output
 
+    def before_step(self, optimizer: Any) -> None:
+        """Gradients are complete, and not yet clipped but in manual optimization."""
+        (self._in_shards or self.algorithm).before_step(users(optimizer))
+
     def after_batch(self) -> None:
         """In manual optimization a step is a batch in which any optimizer stepped."""
+        if self._in_shards is not None:
+            self._in_shards.after_batch()
         if self._stepped:
             self._after_step()
 
@@ -396,6 +402,12 @@ class AlgorithmStrategy(DDPStrategy):
         if self._far_apart is not None:
             self._far_apart.after_step(self.algorithm)
         self._quiet.on_step(self.algorithm.t)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._algorithm is not None:
+            self._algorithm.after_backward()
 
     @override
     @contextmanager
@@ -480,10 +492,10 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole, where each rank has a shard. Collective then: all ranks call it. After a failure it is this rank's."""
-        if self._algorithm is None or self._algorithm.comm.failed:
+        """Whole, where each rank has a shard. Collective then: all ranks call it. After a failure there is none of it."""
+        if self._algorithm is None:
             return super().optimizer_state(optimizer)
-        return self._algorithm.optimizer_state(_users(optimizer))
+        return self._algorithm.optimizer_state(users(optimizer))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -592,17 +604,6 @@ class AlgorithmStrategy(DDPStrategy):
             if name not in strategy_registry:
                 description = f"{cls.__name__} with start_method {method!r}"
                 strategy_registry.register(name, cls, description=description, start_method=method)
-
-
-def _clip(clip: Callable[[Optimizer, float], Any], optimizer: Any, clip_val: float) -> None:
-    clip(_users(optimizer), clip_val)
-
-
-def _users(optimizer: Any) -> Any:
-    """The optimizer behind Lightning's stand-in or ours."""
-    while isinstance(optimizer, LightningOptimizer | Stepper):
-        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer.wrapped
-    return optimizer
 
 
 def _copy(value: Any) -> Any:

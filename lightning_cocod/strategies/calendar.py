@@ -65,7 +65,7 @@ class _Verbs(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self._strategy.algorithm.before_step(getattr(optimizer, "wrapped", optimizer))
+        self._strategy.before_step(optimizer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

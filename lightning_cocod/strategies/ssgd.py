@@ -14,7 +14,11 @@ class SSGDStrategy(AlgorithmStrategy):
 
     All ranks hold the same weights, and each a shard of the optimizer's state; checkpoints have it whole, and are DDP's.
     Gradients are pushed while backward runs in automatic optimization with one optimizer, else after it. Their mean is
-    known in shards only: Lightning clips it as ever, but ``p.grad`` is None where hooks could look at it.
+    known in shards only: Lightning clips it as ever (``gradient_clip_val``, ``self.clip_gradients``), but ``p.grad`` is None
+    where hooks could look at it. In manual optimization it is each rank's own until the optimizer steps.
+
+    Pushing while backward runs needs a step after every backward: with an ``optimizer_step`` that leaves some out, or a
+    ``backward`` that has several passes, say ``overlap=False``.
 
     Args:
         overlap: False pushes after backward: the same trajectory, nothing hidden.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms import Algorithm
@@ -37,3 +38,10 @@ class Stepper:
 
     def __delattr__(self, name: str) -> None:
         delattr(self.wrapped, name)
+
+
+def users(optimizer: Any) -> Any:
+    """The user's optimizer behind Lightning's stand-in or ours."""
+    while isinstance(optimizer, LightningOptimizer | Stepper):
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer.wrapped
+    return optimizer
