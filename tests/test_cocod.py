@@ -583,7 +583,7 @@ def held_back():
 
     def later(*args):
         assert gate.wait(30)
-        run(*args)
+        return run(*args)
 
     with mock.patch.object(collectives, "run", later):
         yield gate

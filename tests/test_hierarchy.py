@@ -330,7 +330,7 @@ def held_up(rank, n):
     def later(collective, group, *rest):
         if group.size() == n:
             assert gate.wait(30)
-        run(collective, group, *rest)
+        return run(collective, group, *rest)
 
     model, steps = Problems([rank]), []
     optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -452,7 +452,7 @@ def dies(rank, n, folder):
     def fatal(collective, group, *rest):
         if rank == 3 and group.size() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        run(collective, group, *rest)
+        return run(collective, group, *rest)
 
     model = Problems([rank])
     optimizer = torch.optim.SGD(model.parameters(), LR)

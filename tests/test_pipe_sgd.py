@@ -286,7 +286,7 @@ def held_back():
 
     def later(*args):
         assert permits.acquire(timeout=30)
-        run(*args)
+        return run(*args)
 
     with mock.patch.object(collectives, "run", later):
         yield permits

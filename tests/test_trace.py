@@ -101,7 +101,7 @@ class Gate(Callback):
                 self.begun += 1
                 self.changed.notify_all()
                 assert self.changed.wait_for(lambda: self.backwards >= due, LIMIT)
-        self.run(collective, *rest)
+        return self.run(collective, *rest)
 
     def on_train_batch_start(self, trainer, module, batch, index):
         with self.changed:
