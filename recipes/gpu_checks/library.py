@@ -56,5 +56,7 @@ def must_warm_up(kind: type) -> bool:
 
 def options(kind: type, wanted: dict[str, Any]) -> dict[str, Any]:
     """Those that it takes, so that a check speaks of a period to all algorithms, one without any included."""
-    short = {"warmup_steps": 1} if must_warm_up(kind) else {}
+    short: dict[str, Any] = {"warmup_steps": 1} if must_warm_up(kind) else {}
+    if "local_update" in inspect.signature(kind).parameters:
+        short["local_update"] = "dc_asgd"  # beside any optimizer
     return {name: value for name, value in {**short, **wanted}.items() if name in SHARED or takes(kind, name)}
