@@ -271,3 +271,17 @@ def test_options_are_refused_in_one_line():
     with pytest.raises(ValueError, match="m must be less than 1"):
         DCASGD(m=1.0)
     assert SSDSGD(model, adam, local_update="sgd").local_update.needs_sgd is False
+
+
+def test_an_update_that_is_given_twice_has_two_memories_and_begins_anew():
+    model = torch.nn.Linear(2, 2)
+    given = DCASGD(adaptive=True, m=0.5)
+    one, two = (SSDSGD(model, torch.optim.SGD(model.parameters(), 0.1), local_update=given).local_update for _ in range(2))
+    x = list(model.parameters())
+    for update in (one, given):
+        update.begin(x)
+        update.step(x[0], x[0].detach(), torch.ones(2, 2), Scales(0.1, 1.0, 0.0, 1), pulled=False)
+        assert update.MS
+        assert not two.MS
+    one.begin(x)
+    assert not one.MS

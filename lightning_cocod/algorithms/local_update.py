@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,6 +160,11 @@ class DCASGD(LocalUpdate):
         nonnegative("lambda_0", self.λ)
         below_one("m", self.m)
 
+    def begin(self, x: Sequence[nn.Parameter]) -> None:
+        """MS begins anew as well."""
+        super().begin(x)
+        self.MS = {}
+
     def direction(self, p: nn.Parameter, b: Tensor, g: Tensor, scales: Scales) -> Tensor:
         """As above."""
         d = g
@@ -187,13 +193,13 @@ class DCASGD(LocalUpdate):
 
 
 def as_local_update(value: str | LocalUpdate) -> LocalUpdate:
-    """One by its name, with the authors' constants: "glu", "sgd", "dc_asgd" or "dc_asgd_a"; others are what they are.
+    """One by its name, with the authors' constants: "glu", "sgd", "dc_asgd" or "dc_asgd_a"; or a copy of an object.
 
     Raises:
         ValueError: nobody has that name.
     """
     if isinstance(value, LocalUpdate):
-        return value
+        return copy.deepcopy(value)  # it has a memory, and the user may give it to two
     made: dict[str, Callable[[], LocalUpdate]] = {
         "glu": GLU,
         "sgd": SGD,
