@@ -10,6 +10,7 @@ from support.ranks import run_ranks
 
 from lightning_cocod.comm import CommunicationError, Communicator, NonFiniteMessage, Subject
 from lightning_cocod.comm.buckets import Layout
+from lightning_cocod.comm.header import _FORMAT
 from lightning_cocod.comm.shards import Rows
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -243,13 +244,16 @@ def without_one(rank, n):
     message = comm.push_(g, s, subject.weights[rank], Rows(), gate, subject)
     message.wait()
     x = [torch.zeros_like(t) for t in own]
+    pushed = comm.ledger.totals().sent
     comm.pull_(s, x, layout, about("parameters")).wait()
     comm.close()
-    return message.left_out, message.lacking, x
+    moved = 4 * sum(flat.numel() for flat in g.buckets) * (n - 1) // n
+    return message.left_out, message.lacking, x, pushed - 2 * _FORMAT.size * (n - 1) == 2 * moved
 
 
 def test_the_others_go_on_without_one_and_all_know_that_something_is_lacking():
-    for left_out, lacking, x in run_ranks(without_one, 3):
+    for left_out, lacking, x, all_is_counted in run_ranks(without_one, 3):
         assert (left_out, lacking) == ((1,), True)
+        assert all_is_counted  # it was sent twice
         for number, t in enumerate(x):
             assert torch.equal(t, gradients(0)[number] * 0.5 + gradients(2)[number] * 0.5)

@@ -208,6 +208,7 @@ class Channel:
         begun = self.lane.mark()
         with tracer.span("transfer", message=str(subject)):
             idle = collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+        times = 1
         if (late := collective.late_flags()) is not None:
             with tracer.span("headers", message=str(subject)):
                 headers = self._exchange(replace(header, flags=late))
@@ -216,6 +217,7 @@ class Channel:
             if report.left_out:
                 self._leave_out(report.left_out, subject, collective)
                 collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+                times = 2
         arrived = self.lane.mark()
         numbers = None
         if fit and size is not None and (distance := collective.distance()) is not None:
@@ -224,7 +226,7 @@ class Channel:
         report.arrived = self.lane.mark()
         report.numbers = numbers
         announced = size_of(self.world_size) * (1 if late is None else 2)
-        sent, received = (announced + moved for moved in collective.traffic(self.rank, self.world_size))
+        sent, received = (announced + times * moved for moved in collective.traffic(self.rank, self.world_size))
         raw = announced + collective.uncompressed(self.rank, self.world_size)
         ledger = self._home.ledger
         ledger.add(sent=sent, received=received, raw=raw, messages=1)
