@@ -86,6 +86,8 @@ class Algorithm:
     """Whether a rank may skip a step on its own, as a gradient scaler does. (See ``steps_together``.)"""
     has_rounds: ClassVar[bool] = True
     """Whether there are local steps, in which the workers of a node can do something on their own."""
+    in_step: ClassVar[bool] = False
+    """Whether all workers have the same parameters where a model is evaluated, so that no mean of them is taken."""
     in_shards: ClassVar[bool] = False
     """Whether a worker has a part of the gradients only, between ``before_step`` and ``step``, and of optimizers' states."""
     frees_gradients: ClassVar[bool] = False
@@ -461,7 +463,8 @@ class Algorithm:
 
     def _differing(self) -> list[nn.Parameter]:
         """Those of them that may differ between workers."""
-        return self._moved()
+        same = set(self._parameters()) if self.in_step else set()
+        return [p for p in self._moved() if p not in same]
 
     def _reset(self, left_out: tuple[int, ...], what: str, group: Group) -> None:
         if group.rank in left_out:

@@ -84,6 +84,7 @@ class PipeSGD(Algorithm):
     name: ClassVar[str] = "pipe_sgd"
     may_skip_steps: ClassVar[bool] = False
     has_rounds: ClassVar[bool] = False
+    in_step: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -175,11 +176,6 @@ class PipeSGD(Algorithm):
         """The model is x. The mean in flight is not applied."""
         super().finish()
         self._forget()
-
-    def _differing(self) -> list[nn.Parameter]:
-        """None that an optimizer moves."""
-        same = set(self._parameters())
-        return [p for p in super()._differing() if p not in same]
 
     def _pending_correction(self) -> Callable[[], None] | None:
         """There is none, but whether x is finite is asked where there is one."""

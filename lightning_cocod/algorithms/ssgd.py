@@ -63,6 +63,7 @@ class SSGD(Algorithm):
     name: ClassVar[str] = "ssgd"
     may_skip_steps: ClassVar[bool] = False
     has_rounds: ClassVar[bool] = False
+    in_step: ClassVar[bool] = True
     in_shards: ClassVar[bool] = True
     frees_gradients: ClassVar[bool] = True
     server: ClassVar[type[Server]] = Server
@@ -261,11 +262,6 @@ class SSGD(Algorithm):
         """Those of the user, whatever the optimizers have."""
         served = [p for server in self.servers.values() for p in server.members()]
         return list(dict.fromkeys(served)) if self.servers else super()._members()
-
-    def _differing(self) -> list[nn.Parameter]:
-        """None that an optimizer moves."""
-        same = set(self._parameters())
-        return [p for p in super()._differing() if p not in same]
 
     def _pending_correction(self) -> Callable[[], None] | None:
         """There is none, but whether x is finite is asked where there is one. A push that has begun must not keep others."""
