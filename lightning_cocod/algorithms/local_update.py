@@ -172,8 +172,10 @@ class DCASGD(LocalUpdate):
             square = g * g
             λ: float | Tensor = self.λ
             if self.adaptive:
-                MS = self.MS[p] = square * (1 - self.m) + 1e-7 + (self.MS[p] * self.m if p in self.MS else 0.0)
+                MS = square * (1 - self.m) + 1e-7 + (self.MS[p] * self.m if p in self.MS else 0.0)
                 λ = self.λ / MS.sqrt()
+                if self.m:
+                    self.MS[p] = MS
             d = g + λ * square * (b - self.before[p])
         return d.mul_(scales.s).add_(b, alpha=scales.wd)
 
@@ -183,7 +185,7 @@ class DCASGD(LocalUpdate):
 
     def state_dict(self, numbers: Mapping[nn.Parameter, int]) -> dict[str, Any]:
         """MS as well."""
-        MS = {numbers[p]: t.clone() for p, t in self.MS.items() if self.m and p in numbers}
+        MS = {numbers[p]: t.clone() for p, t in self.MS.items() if p in numbers}
         return {**super().state_dict(numbers), "MS": MS}
 
     def load_state_dict(self, state: Mapping[str, Any], members: Sequence[nn.Parameter]) -> None:

@@ -41,7 +41,8 @@ class SSGD(Algorithm):
     parts of its shard in place of the parameters, so clip with ``clip_grad_norm_``, which knows the others' parts; values
     can be clipped as ever. The parameters' own ``grad`` is None once it has been pushed, and the optimizer's ``state`` is
     empty: ``optimizer_state`` has it whole, ``finish`` puts it back. Memory beyond the parameters, gradients and
-    optimizer: a shard of weights and one of gradients, buckets in flight; the optimizer's state is N times smaller.
+    optimizer: a copy of the gradients, which are freed as they are copied, a shard of them and one of weights, and four
+    buckets; the optimizer's state is N times smaller.
 
     Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``.
 
