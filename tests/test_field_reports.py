@@ -6,6 +6,7 @@ behaviour, most often a refusal at construction; the feature brings its own.
 
 import ast
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,7 @@ HONOURED = {
     "fragments": (2, lambda algorithm: algorithm.cut),
     "delay": (2, lambda algorithm: algorithm.delay.steps),
     "keep": (0.2, lambda algorithm: algorithm.delay.keep),
-    "local_update": (GLU(α=0.3), lambda algorithm: algorithm.local_update),
+    "local_update": (GLU(α=0.3), lambda algorithm: replace(algorithm.local_update, every_step=False)),  # pre_refresh's
     "scaling": ("paper", lambda algorithm: algorithm.scaling),
     "pre_refresh": ("every_step", lambda algorithm: {True: "every_step", False: "pull"}[algorithm.local_update.every_step]),
     "compression": (Int8(block=64), lambda algorithm: algorithm.compression.codec),
