@@ -58,7 +58,7 @@ class BackgroundServer(Server):
     def read_x(self) -> None:
         """W ← x."""
         self.g.copy_(self.x)
-        for W, own in zip(self.W, self._shards, strict=True):
+        for W, own in zip(self.W, self.own(self.g), strict=True):
             W.copy_(own)
         for flat in self.g.buckets:
             flat.zero_()

@@ -12,23 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.elementwise import refusal
-from lightning_cocod.algorithms.gradients import trainable
+from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.shard_state import Part, cut, gather
 from lightning_cocod.comm import Group, Message, Subject
-from lightning_cocod.comm.buckets import Layout, in_memory_order, in_the_order_of, is_dense
-from lightning_cocod.comm.gate import Gate
-from lightning_cocod.comm.shards import Rows
+from lightning_cocod.comm.buckets import in_memory_order
 
 BUCKET_BYTES = 8 << 20
 
 
-class Server:
+class Server(Outgoing):
     """One optimizer's parameters x, cut into shards.
 
-    Buckets hold parameters of one group and one dtype, the last registered first, as backward comes by them; of each, this
-    worker owns a part. While the optimizer steps, and while its gradients are clipped before, it sees those parts in place
-    of the parameters (``enter``, ``leave``), and its state is theirs. At all other times it is the user's as it was, but
-    for its state, which is kept here.
+    Of each bucket this worker owns a part. While the optimizer steps, and while its gradients are clipped before, it sees
+    those parts in place of the parameters (``enter``, ``leave``), and its state is theirs. At all other times it is the
+    user's as it was, but for its state, which is kept here.
 
     Memory: a copy of x for the gradients, which then are freed, and shards of x, gradient and state.
 
@@ -44,34 +41,17 @@ class Server:
     def __init__(self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset()) -> None:
         if (why_not := refusal(optimizer)) is not None:
             raise TypeError(f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW")
-        self.optimizer, self.comm = optimizer, comm
-        groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self.x = trainable([optimizer])[::-1]
-        self.shared = {p for p in self.x if p in shared}
-        if not all(map(is_dense, self.x)):
-            raise TypeError("a parameter has gaps in its memory: make it contiguous before the optimizer is made")
-        labels = [groups[p] for p in self.x]
-        self.layout = Layout(self.x, BUCKET_BYTES, apart=labels, multiple=comm.world_size)
-        self.g = self.layout.buffer()
-        self._shards = [flat.view(comm.world_size, -1)[comm.rank] for flat in self.g.buckets]
-        self.W, self.G = ([torch.zeros_like(shard) for shard in self._shards] for _ in range(2))
-        """This worker's shards of x and of the gradients' mean."""
-        self.rows = Rows()
+        super().__init__(optimizer, comm, shared, bucket_bytes=BUCKET_BYTES)
+        self.W = [torch.zeros_like(shard) for shard in self.G]
+        """This worker's shards of x."""
         self.parts, self._gradients = self._cut()
         self._groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for part in self.parts:
-            self._groups[labels[part.number]].append(part.p)
-        self._pieces = self._by_parameter()
+            self._groups[self.group_of[part.number]].append(part.p)
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._take_state()
-        self.gate: Gate | None = None
-        self.push: Message | None = None
-        """Of this step's gradients, if it has begun."""
         self.is_serving = False
         """Whether the optimizer has parts in place of parameters."""
-        self._waiting: list[int] = []
-        self._taken: set[int] = set()
-        self._absent: set[int] = set()
         self._users: list[list[nn.Parameter]] = []
 
     def _cut(self) -> tuple[list[Part], list[Tensor]]:
@@ -91,15 +71,6 @@ class Server:
                     gradients.append(gradient.view(()) if scalar else gradient)
         return parts, gradients
 
-    def _by_parameter(self) -> list[list[tuple[int, int, int, Tensor]]]:
-        """Of every parameter, what lies in which bucket: the bucket, the elements, and the gradient's place."""
-        pieces: list[list[tuple[int, int, int, Tensor]]] = [[] for _ in self.x]
-        for bucket, flat in enumerate(self.g.buckets):
-            for piece in self.layout.parts(bucket):
-                place = flat[piece.offset : piece.offset + piece.stop - piece.start]
-                pieces[piece.index].append((bucket, piece.start, piece.stop, place))
-        return pieces
-
     def replace_state(self) -> None:
         """The optimizer has loaded another state, which may be none."""
         self.state.clear()
@@ -113,65 +84,10 @@ class Server:
                 self.state[part.p] = cut(whole, self.x[part.number], part)
         self.optimizer.state = defaultdict(dict)
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the optimizer moves parameters that are not served."""
-        return bool(self.missing())
-
     def members(self) -> list[nn.Parameter]:
         """The optimizer's parameters, which are the user's."""
         groups = self._users if self.is_serving else [group["params"] for group in self.optimizer.param_groups]
         return [p for group in groups for p in group]
-
-    def missing(self) -> set[nn.Parameter]:
-        """Those."""
-        return set(trainable([self.optimizer])).difference(self.x)
-
-    # Push
-
-    def begin(self, w: float, subject: Subject) -> None:
-        """G ← async Σ_j w_j g_j; buckets set out as they are filled."""
-        self.gate = self.comm.gate(self.layout)
-        self._waiting = [len(self.layout.parts(bucket)) for bucket in range(len(self.layout))]
-        self._taken, self._absent = set(), set()
-        self.push = self.comm.push_(self.g, self.G, w, self.rows, self.gate, subject)
-
-    @torch.no_grad()
-    def take(self, number: int, *, free: bool = True) -> None:
-        """A parameter's gradient is complete, or zero where it has none. It may be freed, unless it is shared."""
-        p = self.x[number]
-        assert self.gate is not None  # begun
-        self._taken.add(number)
-        if p.grad is not None and p.grad.is_sparse:
-            raise TypeError("sparse gradients cannot be pushed to a sharded server: use sparse=False")
-        flat = None if p.grad is None else in_memory_order(in_the_order_of(p, p.grad))
-        for bucket, start, stop, place in self._pieces[number]:
-            place.zero_() if flat is None else place.copy_(flat[start:stop])
-            self._waiting[bucket] -= 1
-            if self._waiting[bucket] == 0:
-                self.gate.open(bucket)
-        if free and p not in self.shared:
-            p.grad = None
-
-    def is_taken(self, number: int) -> bool:
-        """Whether a parameter's gradient is on its way."""
-        return self.push is not None and number in self._taken
-
-    def complete(self, *, free: bool = True) -> None:
-        """Backward is over: what has no gradient gets none."""
-        assert self.gate is not None  # begun
-        rest = [number for number in range(len(self.x)) if number not in self._taken]
-        self._absent.update(number for number in rest if self.x[number].grad is None)
-        self.gate.lacking = bool(self._absent)
-        for number in rest:
-            self.take(number, free=free)
-
-    def present(self, subject: Subject) -> list[bool]:
-        """For each parameter, whether some worker has had a gradient. Collective."""
-        counts = torch.ones(len(self.x), device=self.comm.device)
-        counts[list(self._absent)] = 0
-        self.comm.mean_([counts], 1.0, subject).wait()
-        return [count > 0 for count in counts.tolist()]
 
     # The optimizer
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_cocod.algorithms.background_server import BackgroundServer, Clipping
 from lightning_cocod.algorithms.local_update import GLU, LocalUpdate, Scales, as_local_update
 from lightning_cocod.algorithms.options import choice
-from lightning_cocod.algorithms.server import Server
+from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.ssgd import SSGD
 from lightning_cocod.algorithms.when import Rounds, When, as_when
 from lightning_cocod.comm.ledger import Reading
@@ -60,7 +60,7 @@ class SSDSGD(SSGD):
     """
 
     name: ClassVar[str] = "ssd_sgd"
-    server: ClassVar[type[Server]] = BackgroundServer
+    server: ClassVar[type[BackgroundServer]] = BackgroundServer
     frees_gradients: ClassVar[bool] = False
 
     def __init__(
@@ -111,7 +111,7 @@ class SSDSGD(SSGD):
         for server in self.servers.values():
             self.local_update.begin(server.x)
 
-    def _begin(self, server: Server) -> None:
+    def _begin(self, server: Outgoing) -> None:
         """Push g, after the push before."""
         cast(BackgroundServer, server).acknowledged()
         super()._begin(server)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -13,18 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cocod.algorithms.base import Algorithm
-from lightning_cocod.algorithms.gradients import trainable
-from lightning_cocod.algorithms.options import flag
+from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.algorithms.server import Server
-from lightning_cocod.algorithms.when import as_when
 from lightning_cocod.comm.norms import norm
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class SSGD(Algorithm):
+class SSGD(Pushing):
     r"""Synchronous SGD by push and pull, each worker being the server of a shard of the parameters.
 
     All workers hold the same x. U is the user's optimizer's update, on the shard that a worker owns; w_j its weights::
@@ -62,9 +58,6 @@ class SSGD(Algorithm):
     """
 
     name: ClassVar[str] = "ssgd"
-    may_skip_steps: ClassVar[bool] = False
-    has_rounds: ClassVar[bool] = False
-    in_step: ClassVar[bool] = True
     in_shards: ClassVar[bool] = True
     frees_gradients: ClassVar[bool] = True
     server: ClassVar[type[Server]] = Server
@@ -78,81 +71,31 @@ class SSGD(Algorithm):
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
-        self.servers: dict[Optimizer, Server] = {}
-        super().__init__(model, optimizer, when=as_when(1, 0), weights=weights, **shared)
+        super().__init__(model, optimizer, overlap=overlap, weights=weights, **shared)
         if self.compression is not None:
             raise ValueError("ssgd sends gradients whole: leave compression out, or use pipe_sgd, which has it")
-        self.overlap = flag("overlap", overlap)
-        self._hooks_of_servers: list[Any] = []
-        self._accumulating = False
         self._stepped: list[Server] = []
 
     # The verbs
 
-    def start(self, *, broadcast: bool = True) -> None:
-        """x_i ← x_0; the optimizers' states are cut into shards."""
-        super().start(broadcast=broadcast)
-        if self.comm.world_size > 1:
-            self._serve()
+    def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> Server:
+        """The optimizer's state is cut into shards."""
+        return self.server(optimizer, self.comm, shared)
 
     def _serve(self) -> None:
-        self.release()
-        members = [p for opt in self.optimizers for p in dict.fromkeys(trainable([opt]))]
-        shared = {p for p, count in Counter(members).items() if count > 1}
-        self.servers = {opt: self.server(opt, self.comm, shared) for opt in self.optimizers}
+        super()._serve()
         for server in self.servers.values():
             self._hooks_of_servers.append(server.optimizer.register_step_post_hook(partial(self._on_step, server)))
             load: Any = server.optimizer.register_load_state_dict_post_hook
             self._hooks_of_servers.append(load(lambda _, server=server: server.replace_state()))
-            if self.overlap and len(self.servers) == 1:
-                for number, p in enumerate(server.x):
-                    hook: Any = p.register_post_accumulate_grad_hook  # untyped in torch
-                    self._hooks_of_servers.append(hook(partial(self._on_gradient, server, number)))
 
     def release(self) -> None:
         """The parameters and the optimizers are as they were, but for states."""
         super().release()
-        for hook in self._hooks_of_servers:
-            hook.remove()
         for server in self.servers.values():
             if server.is_serving:
                 server.leave()
-        self._hooks_of_servers, self._stepped = [], []
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients add up, and nothing is pushed."""
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
-
-    def _on_gradient(self, server: Server, number: int, _: Tensor) -> None:
-        """A parameter's gradient is complete, if backward is the last of the step: push it."""
-        if self._accumulating or not self.one_backward_a_step or self.replica.is_aside:
-            return
-        if server.is_taken(number):
-            raise RuntimeError(
-                "a second backward in one step (or one pass that comes twice by a parameter, as re-entrant checkpointing "
-                "does), and the gradients of the first are on their way: use overlap=False, or put all backwards but the "
-                "last of a step under no_sync()"
-            )
-        if server.push is None:
-            if server.is_outdated:  # before_step sees to it
-                return
-            self._begin(server)
-        server.take(number, free=self.frees_gradients)
-
-    def _begin(self, server: Server) -> None:
-        self.weighing.report_step()
-        server.begin(self.w, self.subject("gradients"))
-
-    def after_backward(self) -> None:
-        """What has been begun does not keep other messages."""
-        for server in self.servers.values():
-            if server.push is not None:
-                server.complete(free=self.frees_gradients)
+        self._stepped = []
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """g ← the mean over the workers, of this worker's shard, which the optimizer has from now on."""
@@ -169,32 +112,6 @@ class SSGD(Algorithm):
             push.wait()
             self.repair_buffers(push.left_out)
             server.enter(server.present(self.subject("gradients present")) if push.lacking else None)
-
-    def _join(self) -> None:
-        """Parameters that are new in the optimizers are served from now on.
-
-        Raises:
-            RuntimeError: they have gradients already, and others are on their way.
-        """
-        self.after_backward()
-        if not any(server.is_outdated for server in self.servers.values()):
-            return
-        if all(server.push is None for server in self.servers.values()):
-            self._renew()
-        elif any(p.grad is not None for server in self.servers.values() for p in server.missing()):
-            raise RuntimeError(
-                "parameters have joined the optimizer between backward and step, and have gradients: "
-                "let them join before backward"
-            )  # without gradients they are served from the next step on
-
-    def _renew(self) -> None:
-        """New servers."""
-        self._put_back_states()
-        self._serve()
-
-    def _of(self, optimizer: Optimizer | None) -> list[Any]:
-        """The server of an optimizer, or all."""
-        return [server for opt, server in self.servers.items() if optimizer is None or opt is optimizer]
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """That of all workers' shards together.
@@ -228,16 +145,10 @@ class SSGD(Algorithm):
         if server.is_serving:
             self._stepped.append(server)
 
-    def finish(self) -> None:
-        """The model is x; the optimizers get their states back, whole."""
-        super().finish()
-        self._put_back_states()
-        self.release()
-        self.servers = {}
-
     # States
 
-    def _put_back_states(self) -> None:
+    def put_back_states(self) -> None:
+        """The optimizers get their states back, whole."""
         self.after_backward()
         for optimizer, server in self.servers.items():
             if server.is_serving:
@@ -258,16 +169,6 @@ class SSGD(Algorithm):
         self.after_backward()
         with server.shown(server.whole_state(self.subject("optimizer", counted=False))):
             return super().optimizer_state(optimizer)
-
-    def _members(self) -> list[nn.Parameter]:
-        """Those of the user, whatever the optimizers have."""
-        served = [p for server in self.servers.values() for p in server.members()]
-        return list(dict.fromkeys(served)) if self.servers else super()._members()
-
-    def _pending_correction(self) -> Callable[[], None] | None:
-        """There is none, but whether x is finite is asked where there is one. A push that has begun must not keep others."""
-        self.after_backward()
-        return None if self.comm.world_size == 1 else lambda: None
 
     def _why_explicit(self) -> str | None:
         return super()._why_explicit() or "each worker's optimizer steps its shard"
