@@ -92,6 +92,8 @@ class Algorithm:
     """Whether a worker has a part of the gradients only, between ``before_step`` and ``step``, and of optimizers' states."""
     frees_gradients: ClassVar[bool] = False
     """Whether a gradient is taken away in backward, as soon as it is complete."""
+    sends_own_gradients: ClassVar[bool] = False
+    """Whether each worker clips its own gradients, before they are sent. Otherwise they are clipped once they are a mean."""
     one_backward_a_step: bool = True
     """Whether a backward that is not under ``no_sync()`` completes the gradients of a step; said by the loop."""
 

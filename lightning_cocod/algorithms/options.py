@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_cocod.options import below_one, choice, flag, nonnegative, share, whole
+from lightning_cocod.options import above_zero, below_one, choice, flag, nonnegative, share, whole
 
-__all__ = ["below_one", "choice", "flag", "nonfinite", "nonnegative", "positive", "share", "whole"]
+__all__ = ["above_zero", "below_one", "choice", "flag", "nonfinite", "nonnegative", "positive", "share", "whole"]
 
 
 def nonfinite(value: object) -> bool:

@@ -46,12 +46,14 @@ class Collective(ABC):
         weight: of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives.
         sums: whether values are added up, and so travel in the dtype in which that is done.
         gate: before each bucket, if some are still being computed when the message sets out.
+        in_stages: whether the transport gets a bucket several times. Then their order must not depend on gates.
     """
 
     layout: Layout
     weight: float
     sums: ClassVar[bool] = True
     gate: Gate | None = None
+    in_stages: bool = False
 
     @property
     def fingerprint(self) -> int:
@@ -80,8 +82,8 @@ class Collective(ABC):
         """Write this worker's part."""
 
     @abstractmethod
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Hand the bucket to the transport."""
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+        """Hand the bucket to the transport; None where no worker sends anything."""
 
     def proceed(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """What the transport does next with a bucket that has come back; None where it is the result."""
@@ -290,9 +292,11 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
                 at_work.append((bucket, memory, following))
 
     for bucket in range(len(collective.layout)):
-        while at_work and (len(at_work) == IN_FLIGHT or not (gate is None or gate.is_open(bucket))):
+        while at_work and (len(at_work) == IN_FLIGHT or not (collective.in_stages or gate is None or gate.is_open(bucket))):
             finish_oldest()
         if gate is not None:
+            for _, _, work in () if gate.is_open(bucket) else at_work:
+                finish(work, group, over)
             begun = time.perf_counter()
             with tracer.span("await"):
                 gate.pass_(bucket, over)
@@ -303,7 +307,10 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
                 collective.fill(bucket, memory)
             else:
                 memory.zero_()  # not 0·x: that is NaN where x is
-            at_work.append((bucket, memory, collective.launch(bucket, memory, group)))
+            if (launched := collective.launch(bucket, memory, group)) is None:
+                collective.drain(bucket, memory)
+            else:
+                at_work.append((bucket, memory, launched))
     while at_work:
         finish_oldest()
     return idle

@@ -65,6 +65,12 @@ class Compression:
         self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    @property
+    def fingerprint(self) -> int:
+        """Of the codec and its options, which all workers must have alike."""
+        name_and_options = repr((self.codec.name, sorted(vars(self.codec).items())))
+        return int.from_bytes(hashlib.sha256(name_and_options.encode()).digest()[:7], "big")
+
     def memory(self, bucket: int, part: Tensor, world_size: int) -> Codes:
         """For a bucket of the size of this part."""
         slot, key = self._memory[bucket % IN_FLIGHT], (part.numel(), part.dtype, part.device, world_size)
@@ -121,9 +127,7 @@ class CompressedMean(Collective):
     @property
     def fingerprint(self) -> int:
         """The layout's and the codec's."""
-        name_and_options = repr((self._how.codec.name, sorted(vars(self._how.codec).items())))
-        digest = hashlib.sha256(name_and_options.encode()).digest()
-        return self.layout.fingerprint ^ int.from_bytes(digest[:7], "big")
+        return self.layout.fingerprint ^ self._how.fingerprint
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.channel import Channel, Home
+from lightning_cocod.comm.coded_shards import Coded, CodedPull, CodedPush, Coding
 from lightning_cocod.comm.collectives import Broadcast, Correction, Mean
 from lightning_cocod.comm.compressed import Compression, FromBase, FromZero
 from lightning_cocod.comm.gate import Gate
@@ -122,6 +123,22 @@ class Group(Channel):
         A shard that is not finite is an error whatever the subject says: nobody else has it.
         """
         return self._submit(replace(subject, skip=False), Pull(s, x, layout))
+
+    def coded_push_(self, p: Buffer, s: Sequence[Tensor], coding: Coding, gate: Gate, subject: Subject) -> Message:
+        """s ← Σ_j w_j c_j, of every bucket this worker's shard, w as in the subject; p_i ← p_i − c_i.
+
+        c_i = C(p_i), or 0 where this worker does not send a bucket. Otherwise as ``push_``; but where some worker's p is not
+        finite, that is an error whatever the subject says: the others' are what they have dropped by then.
+        """
+        coded = Coded(p.layout, coding, self.rank, self.world_size, subject.step)
+        return self._submit(replace(subject, skip=False), CodedPush(p, s, subject.weights, coded, gate), fit=True)
+
+    def coded_pull_(
+        self, q: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, coding: Coding, subject: Subject
+    ) -> Message:
+        """x ← C(q_j) of all workers j, of every bucket their shards; q_j ← q_j − C(q_j). 0 where a worker sends nothing."""
+        coded = Coded(layout, coding, self.rank, self.world_size, subject.step)
+        return self._submit(replace(subject, skip=False), CodedPull(q, x, layout, coded))
 
     def layout(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of these tensors; made once for equal shapes."""

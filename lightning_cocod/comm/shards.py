@@ -74,7 +74,7 @@ class Push(Collective):
             scratch.copy_(self._g[bucket]).mul_(self.weight)
         self._sizes += norms([scratch])
 
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard to its owner."""
         with transport:
             rows = self._rows.beside(bucket, scratch)

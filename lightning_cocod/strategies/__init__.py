@@ -3,11 +3,15 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_cocod.strategies.base import AlgorithmStrategy
+from lightning_cocod.strategies.cd_sgd import CDSGDStrategy
 from lightning_cocod.strategies.co2 import CO2Strategy
 from lightning_cocod.strategies.cocod import CoCoDStrategy
+from lightning_cocod.strategies.compskip_dsgd import CompSkipDSGDStrategy
 from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
 from lightning_cocod.strategies.diloco import DiLoCoStrategy
+from lightning_cocod.strategies.dist_ef_sgd import DistEFSGDStrategy
 from lightning_cocod.strategies.eager_diloco import EagerDiLoCoStrategy
+from lightning_cocod.strategies.flex_compress_sgd import FlexCompressSGDStrategy
 from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
 from lightning_cocod.strategies.od_sgd import ODSGDStrategy
 from lightning_cocod.strategies.overlap_local_sgd import OverlapLocalSGDStrategy
@@ -26,6 +30,10 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     EagerDiLoCoStrategy,
     LocalSGDStrategy,
     ODSGDStrategy,
+    CDSGDStrategy,
+    CompSkipDSGDStrategy,
+    DistEFSGDStrategy,
+    FlexCompressSGDStrategy,
     OverlapLocalSGDStrategy,
     PipeSGDStrategy,
     PostLocalSGDStrategy,
@@ -46,11 +54,15 @@ def register() -> None:
 __all__ = [
     "STRATEGIES",
     "AlgorithmStrategy",
+    "CDSGDStrategy",
     "CO2Strategy",
     "CoCoDStrategy",
+    "CompSkipDSGDStrategy",
     "DCS3GDStrategy",
     "DiLoCoStrategy",
+    "DistEFSGDStrategy",
     "EagerDiLoCoStrategy",
+    "FlexCompressSGDStrategy",
     "LocalSGDStrategy",
     "ODSGDStrategy",
     "OverlapLocalSGDStrategy",

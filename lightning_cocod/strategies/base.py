@@ -45,7 +45,7 @@ from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcas
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master, fresh_part, joining, store_outlives_ranks
 from lightning_cocod.strategies.replaced import Replaced
-from lightning_cocod.strategies.shard_gradients import ShardGradients
+from lightning_cocod.strategies.shard_gradients import ShardGradients, clips
 from lightning_cocod.strategies.stepper import Stepper, users
 
 if TYPE_CHECKING:
@@ -275,7 +275,8 @@ class AlgorithmStrategy(DDPStrategy):
             algorithm.deterministic = False
             self._proportional.install(self._replaced)
         assert self.lightning_module is not None
-        algorithm.one_backward_a_step = self.lightning_module.automatic_optimization
+        clipped_first = algorithm.sends_own_gradients and clips(trainer)  # so they are not complete after backward
+        algorithm.one_backward_a_step = self.lightning_module.automatic_optimization and not clipped_first
         if algorithm.in_shards and self.world_size > 1:
             self._in_shards = ShardGradients(trainer, self.precision_plugin, algorithm, self._replaced)
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}

@@ -71,6 +71,11 @@ class ShardGradients:
             )
 
 
+def clips(trainer: pl.Trainer) -> bool:
+    """Whether Lightning, or the module in its place, clips gradients in automatic optimization."""
+    return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
+
+
 def _warn_of_hooks(trainer: pl.Trainer) -> None:
     """In automatic optimization the mean is there from the first of these hooks on, and under DDP in ``p.grad``."""
     if not trainer.lightning_module.automatic_optimization:

@@ -1,0 +1,99 @@
+"""A server whose gradients come as codes in most steps, and whole in some."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cocod.algorithms.background_server import BackgroundServer
+from lightning_cocod.comm import Group, Message, Subject
+from lightning_cocod.comm.buckets import summed_in
+from lightning_cocod.comm.coded_shards import CodeRows, Coding
+from lightning_cocod.comm.compressed import Compression
+from lightning_cocod.comm.gate import Gate
+
+
+class Everybody:
+    """All workers send all buckets.
+
+    Args:
+        world_size: how many they are.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._all = [True] * world_size
+
+    def known(self, bucket: int) -> list[bool]:
+        """All do."""
+        return self._all
+
+    def sends(self, bucket: int, values: Tensor) -> bool:
+        """This one does."""
+        return True
+
+
+class CodedServer(BackgroundServer):
+    """G ← Σ_j w_j C(p_j), p_i ← g_i + e_i ; e_i ← p_i − C(p_i). In a step that is ``whole``, G ← Σ_j w_j g_j, and e rests.
+
+    Memory beyond that of a ``BackgroundServer``: a copy of the gradients in float32 or wider, for e.
+
+    Args:
+        optimizer: element-wise.
+        comm: sends.
+        shared: parameters that other optimizers have as well.
+        compression: C.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, compression: Compression
+    ) -> None:
+        super().__init__(optimizer, comm, shared)
+        self.e = self.layout.buffer(summed=True)
+        torch._foreach_zero_(self.e.buckets)
+        self._places = {True: self.pieces, False: self.by_parameter(self.e)}
+        self._coding = Coding(compression, Everybody(comm.world_size), CodeRows())
+        self.whole = True
+        """Whether the step's gradients travel as they are."""
+
+    def begin(self, subject: Subject) -> None:
+        """What is filled from now on is g, or p."""
+        self.pieces = self._places[self.whole]
+        super().begin(subject)
+
+    def put(self, number: int, place: Tensor, values: Tensor | None) -> None:
+        """g, or p ← e + g."""
+        if self.whole:
+            super().put(number, place, values)
+        elif values is not None:
+            place.add_(values)
+
+    def send(self, gate: Gate, subject: Subject) -> Message:
+        """Values, or codes."""
+        if self.whole:
+            return super().send(gate, subject)
+        return self.comm.coded_push_(self.e, self.G, self._coding, gate, subject)
+
+    def residuals(self) -> dict[nn.Parameter, Tensor]:
+        """e of every parameter."""
+        e = [torch.empty_like(p, dtype=summed_in(p.dtype)) for p in self.x]
+        self.e.copy_to(e, keep=False)
+        return dict(zip(self.x, e, strict=True))
+
+    def continue_from(self, residuals: dict[nn.Parameter, Tensor]) -> None:
+        """Go on with those, and with 0 of parameters that are new."""
+        e = [residuals.get(p, torch.zeros_like(p, dtype=summed_in(p.dtype))) for p in self.x]
+        self.e.copy_(e, keep=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Adds e."""
+        return {**super().state_dict(), "e": [flat.clone() for flat in self.e.buckets]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue."""
+        super().load_state_dict(state)
+        for flat, value in zip(self.e.buckets, state["e"], strict=True):
+            flat.copy_(value)

@@ -1,0 +1,515 @@
+"""Two-way compression: what x has not been told of is in the residuals, whatever the codecs, skips and learning rates."""
+
+import copy
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+
+from lightning_cocod.algorithms import (
+    SSGD,
+    CompSkipDSGD,
+    DistEFSGD,
+    EveryNth,
+    FlexCompressSGD,
+    Randomly,
+    WhileSmall,
+    two_way,
+)
+from lightning_cocod.comm import NonFiniteMessage
+from lightning_cocod.comm.coded_shards import CodedPush
+from lightning_cocod.compression import FP16, QSGD, Identity, Int8, RandomK, ScaledSign, TernGrad, TopK
+
+SIZES = [2, 4]
+STEPS, LIMIT, TOL = 12, 120.0, 1e-9
+RATES = [0.1, 0.1, 0.05, 0.0, 0.0, 0.2, 0.03, 0.1, 0.0, 0.07, 0.07, 0.1]
+HEAVY = {"momentum": 0.9, "weight_decay": 0.01}
+
+
+class Model(nn.Module):
+    """Two groups' parameters, in several buckets, one of them transposed in memory."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.bias, self.last = (
+            nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+            for shape in ((7, 5), (7,), (11, 7))
+        )
+        self.last.data = self.last.data.t().contiguous().t()
+
+    def forward(self, x):
+        return (torch.tanh(x @ self.first.t() + self.bias) @ self.last.t()).square().mean()
+
+
+def groups(model, **options):
+    return [{"params": [model.first, model.last], **options}, {"params": [model.bias], "lr": 0.03, **options}]
+
+
+def data(rank, t, dtype=torch.float64):
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * rank + t), dtype=torch.float64)
+    return (x + 0.3 * rank).to(dtype)
+
+
+def flat(tensors):
+    return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+def train(
+    rank,
+    n,
+    algorithm=CompSkipDSGD,
+    *,
+    rates=None,
+    sgd=None,
+    unequal=False,
+    resume_at=None,
+    dtype=torch.float64,
+    twice=1,
+    **options,
+):
+    """What a worker sees: x(t), d_i(t), e_i(t) and ẽ(t), flat; and the bytes it has sent."""
+    two_way.BUCKET_BYTES = 256  # of float64, so that there are six buckets
+    weights = list(range(1, n + 1)) if unequal else None
+    seen = {"x": [], "g": [], "e": [], "ẽ": [], "η": []}
+
+    def fresh():
+        model = Model(dtype)
+        optimizer = torch.optim.SGD(groups(model, **(sgd or {})), 0.1)
+        return model, optimizer, algorithm(model, optimizer, weights=weights, **copy.deepcopy(options))
+
+    def run(start, stop):
+        for t in range(start, stop):
+            if rates is not None:
+                for group, factor in zip(optimizer.param_groups, (1.0, 0.5), strict=True):
+                    group["lr"] = factor * rates[t]
+            seen["η"].append(rates_of(model, optimizer))
+            seen["x"].append(flat(model.parameters()))
+            optimizer.zero_grad()
+            for i in range(twice - 1):
+                with algo.no_sync():
+                    (model(data(rank, 100 * i + t, dtype)) / twice).backward()
+            loss = model(data(rank, t, dtype)) / twice
+            gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+            seen["g"].append(flat([a + b for a, b in zip(gradients, before, strict=True)]))
+            loss.backward()
+            algo.step()
+            for server in algo.servers.values():
+                if isinstance(server, two_way.TwoWay):
+                    residuals = server.residuals(algo.subject("residuals"))
+                    for name, which in (("e", 0), ("ẽ", 1)):
+                        seen[name].append(flat([residuals[p][which] for p in model.parameters()]))
+
+    model, optimizer, algo = fresh()
+    if resume_at is not None:
+        with algo:
+            run(0, resume_at)
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), algo.state_dict()))
+        model, optimizer, algo = fresh()
+    with algo:
+        if resume_at is not None:
+            for part, state in zip((model, optimizer, algo), saved, strict=True):
+                part.load_state_dict(state)
+        run(resume_at or 0, STEPS)
+        seen["x"].append(flat(model.parameters()))
+        sent = algo.metrics()["comm/sent_bytes"]
+    return {name: torch.stack(values).numpy() for name, values in seen.items() if values}, sent
+
+
+def rates_of(model, optimizer):
+    """η of every element."""
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    return flat([torch.full_like(p, η) for p, η in zip(model.parameters(), (first, second, first), strict=True)])
+
+
+def weights(n, unequal):
+    w = np.arange(1, n + 1) if unequal else np.ones(n)
+    return w / w.sum()
+
+
+def error(runs, unequal=False, weigh=None):
+    """How far x(t) − η (ẽ(t) + Σ w e) is from x(0) − Σ_τ η Σ w g; ranks have the same x bit for bit."""
+    w = weights(len(runs), unequal) if weigh is None else weigh
+    first, x = runs[0], runs[0]["x"]
+    for run in runs[1:]:
+        assert np.array_equal(run["x"], x)
+        assert np.array_equal(run["ẽ"], first["ẽ"])
+    e, g = (np.tensordot(w, np.stack([run[name] for run in runs]), 1) for name in "eg")
+    η = first["η"]
+    last = np.zeros_like(η)  # the last that was not 0, of each parameter
+    for t in range(len(η)):
+        last[t] = np.where(η[t] > 0, η[t], last[t - 1] if t else 0)
+    virtual = x[1:] - last * (first["ẽ"] + e)
+    return np.abs(virtual - (x[0] - np.cumsum(η * g, 0))).max()
+
+
+def quiet_bucket(step, bucket, values):
+    return (step + bucket) % 3 == 0
+
+
+def as_told(step, bucket, values):
+    return float(values[0]) > 0
+
+
+CODED = {
+    "sign": {},
+    "topk up": {"compression": TopK(ratio=0.1)},
+    "int8 down": {"server_compression": Int8()},
+    "random-k": {"compression": RandomK(ratio=0.2, unbiased=False), "server_compression": TopK(ratio=0.3)},
+    "qsgd": {"compression": QSGD(levels=7, block=64), "server_compression": FP16()},
+    "threshold": {"compression": "threshold"},
+    "identity": {"compression": Identity(), "server_compression": Identity()},
+}
+SKIPS = {
+    "randomly": {"worker_skip": 0.5, "server_skip": Randomly(0.4, seed=3)},
+    "every third": {"worker_skip": 3, "server_skip": EveryNth(2)},
+    "while small": {"worker_skip": WhileSmall(1.5), "server_skip": WhileSmall(1.2)},
+    "as told": {"worker_skip": as_told, "server_skip": quiet_bucket},
+    "server never": {"server_skip": 1.0},
+}
+CONFIGURATIONS = {
+    **{f"{name}, rates": {**options, "rates": RATES} for name, options in CODED.items()},
+    **{f"{name} skipped": {**options, "rates": RATES, "unequal": True} for name, options in SKIPS.items()},
+    "topk skipped randomly": {**CODED["topk up"], **SKIPS["randomly"], "rates": RATES, "unequal": True},
+    "threshold skipped while small": {**CODED["threshold"], **SKIPS["while small"], "rates": RATES},
+    "accumulated": {"twice": 3, "rates": RATES},
+    "dist_ef": {"algorithm": DistEFSGD, "rates": RATES},
+    "flex": {"algorithm": FlexCompressSGD, "rates": RATES},
+    "half": {"algorithm": DistEFSGD, "dtype": torch.bfloat16},
+}
+OTHERS = {
+    "undisturbed": {**SKIPS["while small"], "rates": RATES, "sgd": HEAVY},
+    "waiting": {**SKIPS["while small"], "rates": RATES, "sgd": HEAVY, "overlap": False},
+    **{f"resumed at {t}": {**SKIPS["while small"], "rates": RATES, "sgd": HEAVY, "resume_at": t} for t in (1, 4, 7)},
+    "told, undisturbed": {**SKIPS["as told"], "rates": RATES, "sgd": HEAVY},
+    "told, waiting": {**SKIPS["as told"], "rates": RATES, "sgd": HEAVY, "overlap": False},
+}
+
+
+def configured(rank, n, names):
+    every = {**CONFIGURATIONS, **OTHERS}
+    return {name: train(rank, n, **every[name]) for name in names}
+
+
+@functools.cache
+def runs(n):
+    ranks = run_ranks(configured, n, [*CONFIGURATIONS, *OTHERS], timeout=LIMIT)
+    return {name: [rank[name][0] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != "half"])
+def test_nothing_is_lost(n, name):
+    found, unequal = runs(n)[name], CONFIGURATIONS[name].get("unequal", False)
+    assert error(found, unequal) < TOL
+    if "identity" not in name:
+        assert max(np.abs(run["e"]).max() for run in found) > 1e-4  # there is something that could have been lost
+        assert error(found, weigh=weights(n, not unequal)) > 1e-6
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_residuals_of_parameters_in_half_precision_are_in_float32(n):
+    found = runs(n)["half"]
+    assert error(found) < 0.05  # x is rounded to 8 bits, every step
+    e = torch.tensor(found[0]["e"][-1])
+    assert not torch.equal(e, e.bfloat16().double())
+
+
+def by_senders(rank, n):
+    """The negative control: the mean is over those who send."""
+
+    def drain(self, bucket, scratch):
+        genuine(self, bucket, scratch)
+        sent = sum(self._weights[rank] for rank in self._coded.of[bucket])
+        if sent:
+            self._s[bucket].div_(sent)
+
+    genuine, CodedPush.drain = CodedPush.drain, drain
+    try:
+        return train(rank, n, **SKIPS["randomly"])[0]
+    finally:
+        CodedPush.drain = genuine
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_dividing_by_the_number_of_senders_would_lose_something(n):
+    assert error(run_ranks(by_senders, n, timeout=LIMIT)) > 1e-3
+
+
+# Identity codecs
+
+
+def as_ssgd(rank, n, dtype, sgd, twice):
+    identity = {"compression": Identity(), "server_compression": Identity()}
+    options = {"dtype": dtype, "sgd": sgd, "twice": twice, "rates": [r or 0.1 for r in RATES]}
+    return [train(rank, n, **options, **identity)[0]["x"], train(rank, n, SSGD, **options)[0]["x"]]
+
+
+@pytest.mark.parametrize(("sgd", "twice"), [({}, 1), ({}, 2)])
+@pytest.mark.parametrize("n", SIZES)
+def test_identity_codecs_are_s_sgd_exactly(n, sgd, twice):
+    for compressed, plain in run_ranks(as_ssgd, n, torch.float32, sgd, twice, timeout=LIMIT):
+        assert np.array_equal(compressed, plain)
+        assert np.abs(plain[-1] - plain[0]).max() > 1e-3
+
+
+KINDS = [
+    HEAVY,
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.5, "dampening": 0.3},
+    {"weight_decay": 0.1, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("sgd", KINDS, ids=str)
+def test_momentum_and_weight_decay_are_those_of_sgd(sgd):
+    for compressed, plain in run_ranks(as_ssgd, 2, torch.float32, sgd, 1, timeout=LIMIT):
+        assert np.abs(compressed - plain).max() < 2e-6  # Σ w (μ m) and μ Σ w m are rounded in another order
+
+
+def skipping_all(rank, n):
+    """Everybody sends every third step: the same as three gradients added up."""
+    identity = {"compression": Identity(), "server_compression": Identity(), "worker_skip": 3}
+    path = train(rank, n, dtype=torch.float32, **identity)[0]
+    model = Model(torch.float32)
+    optimizer = torch.optim.SGD(groups(model), 0.1)
+    with SSGD(model, optimizer) as algo:
+        for t in range(STEPS):
+            loss = model(data(rank, t, torch.float32))
+            if t % 3 == 2:
+                loss.backward()
+                algo.step()
+                optimizer.zero_grad()
+            else:
+                with algo.no_sync():
+                    loss.backward()
+    return path["x"], flat(model.parameters()).numpy()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_skipping_all_but_every_third_step_adds_gradients_up(n):
+    for path, accumulated in run_ranks(skipping_all, n, timeout=LIMIT):
+        assert np.abs(path[-1] - accumulated).max() < 1e-6
+        for t in (1, 2, 4, 5):
+            assert np.array_equal(path[t], path[t - t % 3])
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_where_the_server_always_skips_x_rests_and_its_residual_grows(n):
+    run = runs(n)["server never skipped"][0]
+    assert np.array_equal(run["x"], np.tile(run["x"][0], (len(run["x"]), 1)))
+    sizes = np.linalg.norm(run["ẽ"], axis=1)
+    assert sizes[-1] > 2 * sizes[0] > 0
+
+
+# Bytes
+
+
+def told_to_skip(step, bucket, values):
+    return True
+
+
+def bytes_sent(rank, n):
+    model = Model()
+    rest = {"server_skip": 1.0}
+    skips = {"always": None, "half": 2, "never": 1.0, "asked": told_to_skip}
+    moved = {name: train(rank, n, worker_skip=skip, **rest)[1] for name, skip in skips.items()}
+    both = train(rank, n)[1]
+    with DistEFSGD(model, torch.optim.SGD(groups(model), 0.1)) as algo:
+        (server,) = algo.servers.values()
+        codes = [ScaledSign().nbytes(size // n) for size in server.layout.sizes()]
+    return moved, both, codes
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_what_is_left_out_costs_nothing_but_its_header(n):
+    for moved, both, codes in run_ranks(bytes_sent, n, timeout=LIMIT):
+        push = STEPS * (n - 1) * sum(codes)
+        assert len(codes) > 3
+        assert moved["always"] - moved["never"] == push
+        assert moved["half"] - moved["never"] == push // 2
+        assert moved["asked"] - moved["never"] == STEPS * (n - 1) * len(codes)
+        assert both - moved["always"] == push  # the server's answer is as long
+
+
+# How gradients set out
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("other", [name for name in OTHERS if "undisturbed" not in name])
+def test_overlap_and_a_restart_change_nothing(n, other):
+    like = "told, undisturbed" if "told" in other else "undisturbed"
+    for a, b in zip(runs(n)[like], runs(n)[other], strict=True):
+        assert np.array_equal(a["x"][-1], b["x"][-1])
+        assert np.array_equal(a["e"][-1], b["e"][-1])
+        assert np.array_equal(a["ẽ"][-1], b["ẽ"][-1])
+
+
+def forgetful(rank, n):
+    """The negative control: a restart without the residuals."""
+    genuine, two_way.TwoWay.load_state_dict = two_way.TwoWay.load_state_dict, lambda self, state: None
+    try:
+        return train(rank, n, **OTHERS["resumed at 4"])[0]["x"][-1]
+    finally:
+        two_way.TwoWay.load_state_dict = genuine
+
+
+def test_a_restart_without_residuals_is_another_run():
+    for rank, x in enumerate(run_ranks(forgetful, 2, timeout=LIMIT)):
+        assert np.abs(x - runs(2)["undisturbed"][rank]["x"][-1]).max() > 1e-5
+
+
+def alone(rank, n):
+    return [train(rank, n, sgd=HEAVY)[0]["x"], train(rank, n, SSGD, sgd=HEAVY)[0]["x"]]
+
+
+def test_one_worker_trains_plainly():
+    ((compressed, plain),) = run_ranks(alone, 1, timeout=LIMIT)
+    assert np.array_equal(compressed, plain)
+
+
+def joined(rank, n):
+    """A parameter that joins later: residuals of the others are kept, whatever their place."""
+    two_way.BUCKET_BYTES = 256
+    model = Model()
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(groups(model), 0.1)
+    total, initial = torch.zeros_like(flat(model.parameters())), flat(model.parameters())
+    with DistEFSGD(model, optimizer, compression=TopK(ratio=0.1)) as algo:
+        for t in range(STEPS):
+            if t == 5:
+                model.bias.requires_grad_(True)
+            optimizer.zero_grad()
+            model(data(rank, t)).backward()
+            g = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+            η = rates_of(model, optimizer)
+            total += η * g
+            algo.step()
+        (server,) = algo.servers.values()
+        residuals = server.residuals(algo.subject("residuals"))
+        e, ẽ = (flat([residuals[p][which] for p in model.parameters()]) for which in (0, 1))
+        return initial, flat(model.parameters()), η * e, η * ẽ, total
+
+
+def test_nothing_is_lost_when_a_parameter_joins():
+    ranks = run_ranks(joined, 2, timeout=LIMIT)
+    initial, x, _, ẽ, _ = ranks[0]
+    e, total = (torch.stack([rank[which] for rank in ranks]).mean(0) for which in (2, 4))
+    assert (x - ẽ - e - (initial - total)).abs().max() < TOL
+    assert ẽ.abs().max() > 1e-4
+
+
+# What is refused, or does not reach others
+
+
+def change(rank, what):
+    model = Model()
+    optimizer = torch.optim.SGD(groups(model), 0.1)
+    with DistEFSGD(model, optimizer) as algo:
+        model(data(rank, 0)).backward()
+        if what == "clip":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        elif what == "rate":
+            optimizer.param_groups[0]["lr"] = 0.2
+        else:
+            model(data(rank, 1)).backward()
+        algo.step()
+
+
+def changed(rank, n):
+    said = []
+    for what in ("clip", "rate", "second"):
+        with pytest.raises(RuntimeError) as error:
+            change(rank, what)
+        said.append(str(error.value))
+        torch.distributed.barrier()
+    return said
+
+
+def test_what_has_been_sent_cannot_be_changed():
+    for clip, rate, second in run_ranks(changed, 2, timeout=LIMIT):
+        assert "a gradient was changed after it had been sent" in clip
+        assert "the learning rate was changed between backward and the step" in rate
+        assert "a second backward in one step" in second
+
+
+def clipped(rank, n):
+    model = Model(torch.float32)
+    optimizer = torch.optim.SGD(groups(model), 0.1)
+    norms = []
+    with CompSkipDSGD(model, optimizer, compression=Identity(), server_compression=Identity(), overlap=False) as algo:
+        for t in range(3):
+            optimizer.zero_grad()
+            model(data(rank, t, torch.float32)).backward()
+            algo.before_step()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            mine = flat([p.grad for p in model.parameters()])
+            algo.step(optimizer.step)
+            algo.after_step()
+            norms.append((mine, flat([p.grad for p in model.parameters()])))
+    return norms
+
+
+def test_each_worker_clips_its_own_gradient():
+    ranks = run_ranks(clipped, 2, timeout=LIMIT)
+    for (one, U), (two, other) in zip(*ranks, strict=True):
+        assert torch.equal(U, other)
+        assert (U - (one + two) / 2).abs().max() < 1e-8
+        assert max(one.norm(), two.norm()) < 0.0101
+
+
+def poisoned_run(rank, model, seen):
+    optimizer = torch.optim.SGD(groups(model), 0.1)
+    with DistEFSGD(model, optimizer) as algo:
+        for t in range(4):
+            optimizer.zero_grad()
+            seen.append(flat(model.parameters()))
+            loss = model(data(rank, t))
+            (loss * float("nan") if (rank, t) == (1, 2) else loss).backward()
+            algo.step()
+
+
+def poisoned(rank, n):
+    model, seen = Model(), []
+    with pytest.raises(NonFiniteMessage, match="NaN or infinity in the message of rank 1"):
+        poisoned_run(rank, model, seen)
+    return len(seen), torch.equal(seen[-1], flat(model.parameters())), bool(seen[-1].isfinite().all())
+
+
+def test_a_gradient_that_is_not_finite_moves_nobody():
+    for found in run_ranks(poisoned, 2, timeout=LIMIT):
+        assert found == (3, True, True)
+
+
+def test_options_are_refused_in_one_line():
+    model = nn.Linear(2, 2)
+    sgd, adam = torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())
+    for algorithm, optimizer, options, words in [
+        (DistEFSGD, adam, {}, "needs torch.optim.SGD, not Adam"),
+        (DistEFSGD, [sgd, torch.optim.SGD(model.parameters(), 0.1)], {}, "without a parameter in common"),
+        (DistEFSGD, sgd, {"on_nonfinite": "skip"}, "cannot go on without a rank"),
+        (DistEFSGD, sgd, {"compression": "terse"}, "compression must be a codec"),
+        (DistEFSGD, sgd, {"compression": TernGrad(unbiased=True)}, "would grow without bound"),
+        (FlexCompressSGD, sgd, {"server_compression": QSGD(levels=1, unbiased=True)}, "would grow without bound"),
+        (CompSkipDSGD, sgd, {"worker_skip": 0}, "the period of a skip must be a whole number of at least 1"),
+        (CompSkipDSGD, sgd, {"server_skip": 1.5}, "the probability of a skip must be"),
+        (CompSkipDSGD, sgd, {"server_skip": "often"}, "server_skip must be a period, a probability, a rule or a function"),
+        (CompSkipDSGD, sgd, {"overlap": 1}, "overlap must be True or False"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            algorithm(model, optimizer, **options)
+    with pytest.raises(ValueError, match="the fraction of a norm must be"):
+        WhileSmall(0.0)
+
+
+def test_workers_draw_their_own_skips_and_all_know_them():
+    rule = Randomly(0.5, seed=1)
+    drawn = np.array([[rule(step, who, 0, None) for step in range(400)] for who in range(3)])
+    assert (abs(drawn.mean(1) - 0.5) < 0.1).all()
+    assert all((a != b).mean() > 0.3 for a, b in itertools.combinations(drawn, 2))
+    assert np.array_equal(drawn[1], [Randomly(0.5, seed=1)(step, 1, 0, None) for step in range(400)])
