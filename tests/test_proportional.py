@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from support.ranks import run_ranks, run_ranks_raw
 from support.resuming import Saver
-from support.toys import trainer
+from support.toys import has, trainer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -30,6 +30,8 @@ from lightning_cocod.strategies.shares import GAIN, Plan, improved, shares, tota
 from lightning_cocod.strategies.speed import KEPT, NEEDED, SKIPPED, Speedometer
 
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
+
+BY_NAME = {strategy.registered_name: strategy for strategy in strategies.STRATEGIES}
 
 
 # Shares
@@ -426,12 +428,11 @@ def _changing(when, batches):
 
 def run(rank, world, speeds, *, samples=101, strategy="cocod", period=2, callbacks=(), path=None, loader=None, **options):
     L.seed_everything(10 + rank, verbose=False)  # ranks that are seeded apart still share one order
-    loader, rounds = loader or {}, {"period": period} if strategy not in ("pipe_sgd", "ssgd", "od_sgd") else {}
+    loader, rounds = loader or {}, {"period": period} if has(BY_NAME[strategy], "period") else {}
     made = {**rounds, "batch_sizes": "proportional", **options.pop("made", {})}
-    by_name = {s.registered_name: s for s in strategies.STRATEGIES}
     module, reads = Recorder(), Reads()
     options = {"max_epochs": 2, **options}
-    t = trainer(by_name[strategy](**made), world, callbacks=[reads, *callbacks], **options)
+    t = trainer(BY_NAME[strategy](**made), world, callbacks=[reads, *callbacks], **options)
     with told(rank, speeds):
         t.fit(module, DataLoader(Numbers(samples), **{"batch_size": 4, "shuffle": True, **loader}), ckpt_path=path)
     return SimpleNamespace(seen=module.seen, end=module.x.item(), **vars(reads))

@@ -225,8 +225,9 @@ class Case:
 
 ALL = tuple(STRATEGIES)
 SERVED = ("ssgd", "ssd_sgd", "od_sgd")
+TWO_WAY = ("dist_ef_sgd", "flex_compress_sgd", "compskip_dsgd")
 CODED = [name for name in (*ALL, *VARIANTS) if name not in SERVED]
-WARM = [name for name in VARIANTS if name != "ssgd"]
+WARM = [name for name in VARIANTS if name not in ("ssgd", *TWO_WAY)]
 VALIDATION, EPOCH, START, EPOCH_START = (
     "on_validation_end",
     "on_train_epoch_end",

@@ -33,7 +33,8 @@ class CDSGD(SSDSGD):
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters; with ``glu`` they are SGD.
-        compression: C, a codec or its name: a contraction, or one that is made for residuals (docs/compression.md).
+        compression: C, a codec or its name, that is a contraction or made for residuals (docs/compression.md); by default
+            ±θ or 0 in two bits, "threshold".
         compress_steps: c; 1 is OD-SGD with the same local update.
         local_update: "sgd", "glu", "dc_asgd", "dc_asgd_a", or an object.
         warmup_steps: steps of S-SGD first, which push gradients whole.
@@ -53,7 +54,7 @@ class CDSGD(SSDSGD):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        compression: str | Codec = "threshold",
+        compression: str | Codec | None = None,
         compress_steps: int = 5,
         local_update: str | LocalUpdate = "sgd",
         warmup_steps: int = 0,
@@ -76,9 +77,8 @@ class CDSGD(SSDSGD):
                 "cd_sgd cannot go on without a rank whose message is not finite: use on_nonfinite='raise', and lower the "
                 "learning rate or clip gradients"
             )
-        codec = as_codec(compression)
-        if codec is None:
-            raise ValueError("cd_sgd needs a codec: without one it is od_sgd")
+        codec = as_codec(compression or "threshold")
+        assert codec is not None  # there is a default
         self.compression = Compression(codec)
         self.compress_steps = whole("compress_steps", compress_steps, least=1)
 

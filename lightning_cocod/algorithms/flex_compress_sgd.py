@@ -24,7 +24,7 @@ class FlexCompressSGD(DistEFSGD):
     Args:
         model: the module that is trained.
         optimizer: SGD, one or several, without a parameter in common.
-        compression: codec of the workers, or its name.
+        compression: codec of the workers, or its name; "topk" by default.
         server_compression: codec of the server, or its name.
         overlap: False pushes after backward: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
@@ -41,13 +41,13 @@ class FlexCompressSGD(DistEFSGD):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        compression: str | Codec = "topk",
+        compression: str | Codec | None = None,
         server_compression: str | Codec = "sign",
         overlap: bool = True,
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
-        super().__init__(model, optimizer, compression=compression, overlap=overlap, weights=weights, **shared)
+        super().__init__(model, optimizer, compression=compression or "topk", overlap=overlap, weights=weights, **shared)
         codec = as_codec(server_compression)
         if codec is None:
             raise ValueError("server_compression must be a codec: 'identity' sends values as they are")

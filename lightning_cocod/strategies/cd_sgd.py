@@ -18,7 +18,7 @@ class CDSGDStrategy(AlgorithmStrategy):
     steps, with the rates of the optimizer's groups, and each rank makes a local update of its own.
 
     Args:
-        compression: codec of the gradients, or its name (docs/compression.md).
+        compression: codec of the gradients, or its name (docs/compression.md); "threshold" by default.
         compress_steps: c: every c-th step pushes gradients whole.
         local_update: "sgd", "glu" beside SGD only, "dc_asgd", "dc_asgd_a", or an object.
         warmup_steps: steps of S-SGD first, which push gradients whole.
@@ -37,7 +37,7 @@ class CDSGDStrategy(AlgorithmStrategy):
     def __init__(
         self,
         *,
-        compression: str | Codec = "threshold",
+        compression: str | Codec | None = None,
         compress_steps: int = 5,
         local_update: str | LocalUpdate = "sgd",
         warmup_steps: int = 0,

@@ -18,7 +18,7 @@ class FlexCompressSGDStrategy(AlgorithmStrategy):
     optimizer's step applies what the server answers.
 
     Args:
-        compression: codec of the ranks, or its name; a contraction (docs/compression.md).
+        compression: codec of the ranks, or its name; a contraction (docs/compression.md); "topk" by default.
         server_compression: codec of the server, or its name.
         overlap: False pushes after backward: the same trajectory, nothing hidden.
         weights: of the ranks in every mean, in any scale. Equal by default.
@@ -35,7 +35,7 @@ class FlexCompressSGDStrategy(AlgorithmStrategy):
     def __init__(
         self,
         *,
-        compression: str | Codec = "topk",
+        compression: str | Codec | None = None,
         server_compression: str | Codec = "sign",
         overlap: bool = True,
         weights: Sequence[float] | None = None,

@@ -12,10 +12,14 @@ from lightning_cocod import strategies  # importing it registers the names
 from lightning_cocod.strategies import AlgorithmStrategy
 
 VARIANTS = {
+    "cd_sgd": {"compress_steps": 3},
     "co2": {"period": 3, "gap_penalty": 1.5, "clip": 0.05},
+    "compskip_dsgd": {"worker_skip": 0.3, "server_skip": 3},
     "dc_s3gd": {"period": 3},
     "diloco": {"period": 3},
+    "dist_ef_sgd": {},
     "eager_diloco": {"period": 3},
+    "flex_compress_sgd": {},
     "overlap_local_sgd": {"period": 3},
     "pipe_sgd": {},
     "post_local_sgd": {"period": 3, "warmup_steps": 4},

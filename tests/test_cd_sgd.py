@@ -1,0 +1,147 @@
+"""CD-SGD against its equations: codes with a residual in most steps, gradients as they are in every c-th."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import run_ranks
+from test_cocod import HEAVY, LIMIT, LR, STEPS, TOL, X0, distance, gradients, normalised, paths_of, positions, problems
+from test_cocod import unequal as unequal_weights
+from test_ssd_sgd import servers
+
+from lightning_cocod.algorithms import CDSGD, ODSGD
+from lightning_cocod.compression import TernGrad, Threshold
+
+SIZES = [2, 4]
+θ = 0.5
+ALL_STEPS = tuple(range(STEPS))
+
+
+def threshold(p):
+    return θ * (p >= θ) - θ * (p <= -θ)
+
+
+def cd_sgd(n, c, *, w=None, warm_up=0, momentum=0.0, weight_decay=0.0, fault=None):
+    """x_i(t), W(t) and e_i(t). `fault` "whole with e" adds the residual to what travels as it is, "no e" has none."""
+    w = normalised(np.ones(n) if w is None else w)
+    H, b = problems(n)
+    W, v, x, e, P = X0, 0 * X0, np.tile(X0, (n, 1)), np.zeros((n, len(X0))), None
+    path, server = [], []
+    for t in range(STEPS + 1):
+        path.append(x)
+        server.append(W)
+        g = gradients(x, H, b)
+        if t < warm_up or (t + 1) % c == 0:
+            sent = g + e if fault == "whole with e" else g
+            e = 0 * e if fault == "whole with e" else e
+        else:
+            p = g + e
+            sent = threshold(p)
+            e = 0 * p if fault == "no e" else p - sent
+        v = momentum * v + w @ sent + weight_decay * W
+        W = W - LR * v
+        if t < warm_up:
+            x = np.tile(W, (n, 1))
+            continue
+        base, P = (x if P is None else np.tile(P, (n, 1))), W
+        x = base - LR * (g + weight_decay * base)
+    return np.stack(path), np.stack(server)
+
+
+CONFIGURATIONS = {
+    "c5": {},
+    "c3 heavy": {"compress_steps": 3, "sgd": HEAVY, "unequal": True},
+    "never whole": {"compress_steps": 1000},
+    "warm-up": {"warmup_steps": 4, "sgd": HEAVY},
+}
+HOW = {
+    "c5": {"c": 5},
+    "c3 heavy": {"c": 3, **HEAVY},
+    "never whole": {"c": 1000},
+    "warm-up": {"c": 5, "warm_up": 4, **HEAVY},
+}
+OTHERS = {
+    "undisturbed": CONFIGURATIONS["c3 heavy"],
+    "waiting": {**CONFIGURATIONS["c3 heavy"], "overlap": False},
+    **{f"resumed at {t}": {**CONFIGURATIONS["c3 heavy"], "resume_at": t} for t in (1, 3, 5)},
+    "always whole": {"compress_steps": 1, "sgd": HEAVY},
+}
+
+
+def all_paths(rank, n):
+    watched = {name: {**options, "algorithm": CDSGD, "evaluate": ALL_STEPS} for name, options in CONFIGURATIONS.items()}
+    others = {name: {**options, "algorithm": CDSGD} for name, options in OTHERS.items()}
+    od_sgd = {"od_sgd": {"algorithm": ODSGD, "local_update": "sgd", "sgd": HEAVY}}
+    return paths_of(rank, n, {**watched, **others, **od_sgd})
+
+
+@functools.cache
+def paths(n):
+    ranks = run_ranks(all_paths, n, timeout=LIMIT)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_workers_and_server_follow_the_equations(n, name):
+    w = unequal_weights(n) if CONFIGURATIONS[name].get("unequal") else None
+    x, W = cd_sgd(n, w=w, **HOW[name])
+    assert distance(positions(paths(n)[name])[:-1], x[:-1]) < TOL  # at the end all have W
+    assert distance(servers(paths(n)[name]), W[:-1, None]) < TOL
+    for path in paths(n)[name]:
+        assert distance(path.end, W[-1]) < TOL
+    for fault in ("no e", *(["whole with e"] if "never" not in name else [])):
+        assert distance(servers(paths(n)[name]), cd_sgd(n, w=w, **HOW[name], fault=fault)[1][:-1, None]) > 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_with_every_step_whole_it_is_od_sgd(n):
+    for cd, od in zip(paths(n)["always whole"], paths(n)["od_sgd"], strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(cd.x, od.x, strict=True))
+        assert np.array_equal(cd.end, od.end)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("other", [name for name in OTHERS if name not in ("undisturbed", "always whole")])
+def test_overlap_and_a_restart_change_nothing(n, other):
+    for a, b in zip(paths(n)["undisturbed"], paths(n)[other], strict=True):
+        assert np.array_equal(a.x[-1], b.x[-1])
+        assert np.array_equal(a.end, b.end)
+
+
+def bytes_of(rank, n):
+    """A step's bytes, whole and coded: the difference between runs that differ in one step."""
+    moved = []
+    for c in (1000, 8):  # eight steps: none whole, the last whole
+        model = torch.nn.Linear(100, 40, bias=False)
+        with CDSGD(model, torch.optim.SGD(model.parameters(), 0.1), compress_steps=c, warmup_steps=0) as algo:
+            for _ in range(8):
+                model(torch.ones(1, 100)).square().mean().backward()
+                algo.step()
+                model.zero_grad()
+            with algo.consensus():  # the last push has arrived
+                moved.append(algo.metrics()["comm/sent_bytes"])
+    return moved
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_codes_take_two_bits_a_value(n):
+    for coded, once_whole in run_ranks(bytes_of, n, timeout=LIMIT):
+        shard = 4000 // n
+        assert once_whole - coded == (n - 1) * (4 * shard - Threshold().nbytes(shard))
+        assert Threshold().nbytes(shard) == shard // 4
+
+
+def test_options_are_refused_in_one_line():
+    model = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    for options, words in [
+        ({"compression": TernGrad(unbiased=True)}, "would grow without bound"),
+        ({"compress_steps": 0}, "compress_steps must be a whole number of at least 1"),
+        ({"on_nonfinite": "skip"}, "cannot go on without a rank"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            CDSGD(model, sgd, **options)
+    adam = torch.optim.Adam(model.parameters())
+    assert CDSGD(model, adam).local_update.needs_sgd is False
