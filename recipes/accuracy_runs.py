@@ -12,12 +12,24 @@ from typing import Any
 import torch
 from cifar10_job import KNOWN, strategy
 
+from lightning_cocod import algorithms
+from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.algorithms.when import Rounds, as_when
+from lightning_cocod.compression import CODECS
+
+
+def _has_rounds(kind: type) -> bool:
+    return issubclass(kind, Algorithm) and kind.has_rounds
+
 
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4),
     "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.05),
 }
+HAS_ROUNDS = {
+    kind.name for kind in vars(algorithms).values() if isinstance(kind, type) and kind is not Algorithm and _has_rounds(kind)
+}
+"""Names of those whose model, when it is evaluated, may lack the steps since a round has ended."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ def as_run(text: str) -> Run:
     try:
         match ast.parse(text.strip(), mode="eval").body:
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(word.arg for word in keywords):
-                options = {str(word.arg): ast.literal_eval(word.value) for word in keywords}
+                options = {str(word.arg): _value(word.value) for word in keywords}
                 own = {key: options.pop(key) for key in ("lr", "optimizer") if key in options}
             case _:
                 raise SyntaxError
@@ -65,9 +77,18 @@ def as_run(text: str) -> Run:
     return Run(name, options, **own)
 
 
+def _value(written: ast.expr) -> Any:
+    """A literal, or a codec with options that are."""
+    codecs = {codec.__name__: codec for codec in CODECS.values()}
+    match written:
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if name in codecs:
+            return codecs[name](**{str(word.arg): ast.literal_eval(word.value) for word in keywords})
+    return ast.literal_eval(written)
+
+
 def fits(run: Run, steps: int, epochs: int) -> bool:
     """Whether a round ends with every epoch of so many steps; where none does, some models lack the steps since."""
-    if run.strategy == "ddp":
+    if run.strategy not in HAS_ROUNDS:
         return True
     told = inspect.signature(KNOWN[run.strategy]).bind_partial(**run.options)
     told.apply_defaults()

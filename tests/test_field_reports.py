@@ -19,8 +19,12 @@ from lightning_cocod.compression import Int8
 from lightning_cocod.strategies import (
     STRATEGIES,
     AlgorithmStrategy,
+    CDSGDStrategy,
     CO2Strategy,
+    CompSkipDSGDStrategy,
+    DistEFSGDStrategy,
     EagerDiLoCoStrategy,
+    FlexCompressSGDStrategy,
     ODSGDStrategy,
     PipeSGDStrategy,
     SSDSGDStrategy,
@@ -222,6 +226,10 @@ HONOURED = {
     "scaling": ("paper", lambda algorithm: algorithm.scaling),
     "pre_refresh": ("every_step", lambda algorithm: {True: "every_step", False: "pull"}[algorithm.local_update.every_step]),
     "compression": (Int8(block=64), lambda algorithm: algorithm.compression.codec),
+    "server_compression": (Int8(block=32), lambda algorithm: algorithm.server_compression.codec),
+    "worker_skip": (3, lambda algorithm: algorithm.worker_skip.n),
+    "server_skip": (2, lambda algorithm: algorithm.server_skip.n),
+    "compress_steps": (3, lambda algorithm: algorithm.compress_steps),
     "timeout": (17.0, lambda algorithm: algorithm.comm.timeout),
     "process_group_timeout": (77.0, lambda algorithm: algorithm.comm.process_group_timeout),
     "connect_timeout": (37.0, lambda algorithm: algorithm.comm.connect_timeout),
@@ -232,6 +240,8 @@ ELSEWHERE |= {"inter_node"}  # another name of period: test_hierarchy.py
 NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
 WITHOUT_ROUNDS = (PipeSGDStrategy, SSGDStrategy, SSDSGDStrategy, ODSGDStrategy)
 NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node"} for strategy in WITHOUT_ROUNDS}
+WITH_RESIDUALS_OF_PUSHES = (CDSGDStrategy, DistEFSGDStrategy, FlexCompressSGDStrategy, CompSkipDSGDStrategy)
+NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node", "on_nonfinite"} for strategy in WITH_RESIDUALS_OF_PUSHES}
 
 
 def options_of(strategy):

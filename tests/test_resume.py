@@ -18,7 +18,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from support.ranks import run_ranks
-from support.resuming import BATCH, Adam, Augmented, Saver, fit, resume, same, shuffled
+from support.resuming import BATCH, SGD_ONLY, Adam, Augmented, Saver, fit, resume, same, shuffled
 from support.toys import STRATEGIES, VARIANTS, Toy, TwoOptimizers, dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
@@ -225,9 +225,8 @@ class Case:
 
 ALL = tuple(STRATEGIES)
 SERVED = ("ssgd", "ssd_sgd", "od_sgd")
-TWO_WAY = ("dist_ef_sgd", "flex_compress_sgd", "compskip_dsgd")
 CODED = [name for name in (*ALL, *VARIANTS) if name not in SERVED]
-WARM = [name for name in VARIANTS if name not in ("ssgd", *TWO_WAY)]
+WARM = [name for name in VARIANTS if name not in ("ssgd", *SGD_ONLY)]
 VALIDATION, EPOCH, START, EPOCH_START = (
     "on_validation_end",
     "on_train_epoch_end",
@@ -258,7 +257,7 @@ CASES = {
         Thaws, strategy={"compression": TopK(ratio=0.25)}, strategies=("cocod", "diloco", "eager_diloco"), every=3
     ),
     "gradients that the user zeroes": Case(NeverZeroed, every=5),
-    "clipping": Case(options={"gradient_clip_val": 0.1}, strategies=("cocod", "ssgd", "ssd_sgd"), every=5),
+    "clipping": Case(options={"gradient_clip_val": 0.1}, strategies=("cocod", "ssgd", "ssd_sgd", "compskip_dsgd"), every=5),
     "a scaler that skips steps": Case(Overflows, made=scaled, every=5),
     "a moving average": Case(Averaged, hook=START, strategies=ALL, every=5, needs="EMAWeightAveraging"),
     "a moving average that is yet to be moved": Case(Averaged, every=5, needs="EMAWeightAveraging", inexact=(0, 5, 10)),

@@ -26,19 +26,27 @@ from support.toys import (
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cocod import (
+    CDSGD,
     CO2,
     DCS3GD,
     ODSGD,
     SSDSGD,
     SSGD,
+    CDSGDStrategy,
     CO2Strategy,
     CoCoD,
     CoCoDStrategy,
+    CompSkipDSGD,
+    CompSkipDSGDStrategy,
     DCS3GDStrategy,
     DiLoCo,
     DiLoCoStrategy,
+    DistEFSGD,
+    DistEFSGDStrategy,
     EagerDiLoCo,
     EagerDiLoCoStrategy,
+    FlexCompressSGD,
+    FlexCompressSGDStrategy,
     LocalSGD,
     LocalSGDStrategy,
     ODSGDStrategy,
@@ -172,7 +180,12 @@ LOOPS = {
     name(PipeSGDStrategy): (PipeSGD, PipeSGDStrategy),
     name(SSGDStrategy): (SSGD, SSGDStrategy),
     name(ODSGDStrategy): (ODSGD, ODSGDStrategy),
+    name(CDSGDStrategy): (CDSGD, CDSGDStrategy),
+    name(DistEFSGDStrategy): (DistEFSGD, DistEFSGDStrategy),
+    name(FlexCompressSGDStrategy): (FlexCompressSGD, FlexCompressSGDStrategy),
+    name(CompSkipDSGDStrategy): (partial(CompSkipDSGD, worker_skip=0.3), partial(CompSkipDSGDStrategy, worker_skip=0.3)),
 }
+TWO_WAY = DistEFSGDStrategy | FlexCompressSGDStrategy | CompSkipDSGDStrategy
 
 
 def test_every_strategy_has_a_plain_loop_to_be_compared_with():
@@ -233,7 +246,7 @@ def test_validation_after_every_batch_leaves_the_trajectory_bitwise_alone(strate
     for rank in range(2):
         assert torch.equal(validated[rank]["path"], not_validated[rank]["path"])
         assert torch.equal(validated[rank]["end"], not_validated[rank]["end"])
-    in_step = isinstance(strategy, PipeSGDStrategy | SSGDStrategy)  # what could be disturbed there is in flight
+    in_step = isinstance(strategy, PipeSGDStrategy | SSGDStrategy | TWO_WAY)  # what could be disturbed there is in flight
     assert torch.equal(validated[0]["path"], validated[1]["path"]) == in_step  # replicas differ: likewise
 
 

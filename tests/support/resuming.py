@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from support.toys import Toy, dataset, trainer
 
 BATCH = "on_train_batch_end"
+SGD_ONLY = ("dist_ef_sgd", "flex_compress_sgd", "compskip_dsgd")
 
 
 class Augmented(Dataset):
@@ -32,7 +33,10 @@ def shuffled(n=48, **options):
 
 
 class Adam(Toy):
-    """With everything that has a memory: Adam, BatchNorm, dropout, a buffer that no state_dict holds, a schedule by step."""
+    """With everything that has a memory: Adam, BatchNorm, dropout, a buffer that no state_dict holds, a schedule by step.
+
+    Where a strategy is for SGD only, momentum in place of Adam.
+    """
 
     def __init__(self):
         super().__init__()
@@ -45,7 +49,9 @@ class Adam(Toy):
         return super().loss((x + self.drift, y))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        sgd_only = self.trainer.strategy.registered_name in SGD_ONLY
+        kind = torch.optim.SGD if sgd_only else torch.optim.Adam
+        optimizer = kind(self.parameters(), lr=0.02, **({"momentum": 0.9, "weight_decay": 0.01} if sgd_only else {}))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
