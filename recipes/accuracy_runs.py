@@ -17,18 +17,12 @@ from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.algorithms.when import Rounds, as_when
 from lightning_cocod.compression import CODECS
 
-
-def _has_rounds(kind: type) -> bool:
-    return issubclass(kind, Algorithm) and kind.has_rounds
-
-
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4),
     "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.05),
 }
-HAS_ROUNDS = {
-    kind.name for kind in vars(algorithms).values() if isinstance(kind, type) and kind is not Algorithm and _has_rounds(kind)
-}
+ALGORITHMS = [kind for kind in vars(algorithms).values() if inspect.isclass(kind) and issubclass(kind, Algorithm)]
+HAS_ROUNDS = {kind.name for kind in ALGORITHMS if kind is not Algorithm and kind.has_rounds}
 """Names of those whose model, when it is evaluated, may lack the steps since a round has ended."""
 
 
