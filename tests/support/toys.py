@@ -101,6 +101,8 @@ class Toy(L.LightningModule):
 class TwoOptimizers(Toy):
     """Manual optimization: the second optimizer steps on every other batch only."""
 
+    second = torch.optim.Adam
+
     def __init__(self):
         super().__init__(dropout=0.0)
         self.automatic_optimization = False
@@ -114,7 +116,13 @@ class TwoOptimizers(Toy):
 
     def configure_optimizers(self):
         layers = list(self.net.children())
-        return torch.optim.SGD(layers[0].parameters(), lr=0.05), torch.optim.Adam(layers[4].parameters(), lr=0.01)
+        return torch.optim.SGD(layers[0].parameters(), lr=0.05), self.second(layers[4].parameters(), lr=0.01)
+
+
+class TwoOfSGD(TwoOptimizers):
+    """The same for strategies that are for SGD only."""
+
+    second = torch.optim.SGD
 
 
 def trainer(strategy, devices=2, **options):
