@@ -92,9 +92,12 @@ OTHERS = {
     "EagerDiLoCo": 5,
     "CO2": 5,
     "StreamingDiLoCo": 2.5,
-    "SSGD": 2.25,  # the quarter: buckets of 8 MiB, two that are sent and two that come
-    "SSDSGD": 4.25,
-    "ODSGD": 4.25,
+    "SSGD": 2,
+    "SSDSGD": 4,
+    "ODSGD": 4,
+    "CDSGD": 5,
+    "DistEFSGD": 2,
+    "CompSkipDSGD": 2,
 }
 """Copies of the parameters that they promise, those for the time of a merge included; two of four fragments in flight."""
 WITH_CODES = {"CoCoD": 2, "LocalSGD": 2, "OverlapLocalSGD": 4, "PipeSGD": 2, "DiLoCo": 5, "EagerDiLoCo": 6}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -17,7 +18,7 @@ def loader(batches: int, shuffle: bool = True) -> DataLoader[Any]:
 
 
 class Net(L.LightningModule):
-    """With everything that has a memory: Adam, BatchNorm, dropout, a schedule."""
+    """With everything that has a memory: Adam (or momentum, where a strategy is for SGD only), BatchNorm, dropout, a schedule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,9 @@ class Net(L.LightningModule):
         self.log("val/loss", self._loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        sgd_only = self.trainer.strategy.registered_name in ("dist_ef_sgd", "flex_compress_sgd", "compskip_dsgd")
+        kind = partial(torch.optim.SGD, momentum=0.9) if sgd_only else torch.optim.Adam
+        optimizer = kind(self.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gpu_checks.library import ALGORITHMS, Algorithm, must_warm_up, options, takes
 from gpu_checks.rank import Rank, check
 from gpu_checks.training import PERIOD, flat, image_net, images, train
-from lightning_cocod.algorithms import CoCoD
+from lightning_cocod.algorithms import CDSGD, CoCoD, DistEFSGD
 from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, channel, communicator
 from lightning_cocod.compression import CODECS
 
@@ -61,7 +61,12 @@ def codes(rank: Rank) -> None:
     """Rounds with a codec: replicas end equal, and running again changes no bit. Every codec trains."""
     for name, algorithm in ALGORITHMS.items():
         with rank.attempt(name):
-            run, again = (train(rank, algorithm, compression="int8") for _ in range(2))
+            try:
+                run = train(rank, algorithm, compression="int8")
+            except ValueError as refused:
+                rank.expect("leave compression out" in str(refused), f"{name}: codes are possible or refused ({refused})")
+                continue
+            again = train(rank, algorithm, compression="int8")
             rank.expect(rank.same(run.end), f"{name}: replicas equal bit for bit at the end")
             rank.expect(torch.equal(run.before, again.before), f"{name}: another run gives the same bits")
             rank.expect(run.metrics["comm/compression_ratio"] > 1, f"{name}: fewer bytes")
@@ -201,7 +206,9 @@ def float64(rank: Rank) -> None:
         with rank.attempt(name):
             path, end = _doubles(rank, rank.device, algorithm)
             rank.expect(rank.same(end), f"{name}: replicas equal bit for bit at the end")
-            if algorithm.deterministic:
+            if algorithm.deterministic and not issubclass(
+                algorithm, DistEFSGD | CDSGD
+            ):  # codes jump where values hardly move
                 on_cpu, cpu_end = _doubles(rank, torch.device("cpu"), algorithm)
                 off = max(float((path - on_cpu).abs().max()), float((end - cpu_end).abs().max()))
                 worst = max(worst, off)
