@@ -18,7 +18,7 @@ def loader(batches: int, shuffle: bool = True) -> DataLoader[Any]:
 
 
 class Net(L.LightningModule):
-    """With everything that has a memory: Adam (or momentum, where a strategy is for SGD only), BatchNorm, dropout, a schedule."""
+    """With everything that has a memory: Adam, BatchNorm, dropout, a schedule. Momentum where a strategy is for SGD only."""
 
     def __init__(self) -> None:
         super().__init__()
