@@ -38,7 +38,7 @@ from lightning_cocod import (
     StreamingDiLoCo,
 )
 from lightning_cocod.comm import compressed
-from lightning_cocod.compression import CODECS, Codec
+from lightning_cocod.compression import CODECS, Codec, PowerSGD
 
 SIZES = [1, 2, 4]
 
@@ -411,7 +411,9 @@ def base_after(rank, n, rounds, algorithm, codec, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "codec", "rounds"), [(CoCoD, Noisy(), 2000), (LocalSGD, Coarse(), 500)], ids=["cocod", "local_sgd"]
+    ("algorithm", "codec", "rounds"),
+    [(CoCoD, Noisy(), 2000), (LocalSGD, Coarse(), 500), (CoCoD, PowerSGD(rank=1), 2000), (LocalSGD, PowerSGD(rank=1), 500)],
+    ids=["cocod", "local_sgd", "cocod powersgd", "local_sgd powersgd"],
 )
 def test_the_base_stays_bitwise_the_same_on_all_workers_and_what_is_dropped_stays_small(algorithm, codec, rounds):
     ranks = run_ranks(base_after, 2, rounds, algorithm, codec, timeout=LIMIT)
@@ -421,34 +423,36 @@ def test_the_base_stays_bitwise_the_same_on_all_workers_and_what_is_dropped_stay
 
 
 def with_every_codec(rank, n):
-    return {name: base_after(rank, n, 50, CoCoD, codec()) for name, codec in CODECS.items() if codec().contraction}
+    codecs = [codec() for codec in CODECS.values() if codec().contraction] + [PowerSGD(rank=1)]
+    return {codec.name: base_after(rank, n, 50, CoCoD, codec) for codec in codecs}
 
 
 @pytest.mark.parametrize("n", [3])
 def test_every_codec_keeps_the_base_the_same_and_the_workers_near(n):
     first, *others = run_ranks(with_every_codec, n, timeout=LIMIT)
-    assert {"int8", "int4", "sign", "topk", "qsgd", "terngrad", "randomk"} <= set(first)
+    assert {"int8", "int4", "sign", "topk", "qsgd", "terngrad", "randomk", "powersgd"} <= set(first)
     for name, (θ, farthest) in first.items():
         assert farthest < 3.0, name
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(θ, other[name][0], strict=True)), name
 
 
-def test_in_half_precision_the_base_is_float32():
-    ranks = run_ranks(base_after, 3, 50, CoCoD, Coarse(), torch.bfloat16, timeout=LIMIT)
+@pytest.mark.parametrize("codec", [Coarse(), PowerSGD(rank=1)], ids=lambda codec: codec.name)
+def test_in_half_precision_the_base_is_float32(codec):
+    ranks = run_ranks(base_after, 3, 50, CoCoD, codec, torch.bfloat16, timeout=LIMIT)
     for θ, farthest in ranks:
         assert all(bucket.dtype == torch.float32 for bucket in θ)
         assert all(torch.equal(a, b) for a, b in zip(θ, ranks[0][0], strict=True))
         assert farthest < 2.0
 
 
-def thawing(rank, n):
+def thawing(rank, n, codec):
     """A layer that is free from step 4 on. Returns the weighted mean's path and θ at the end."""
     model = small(transposed=True)
     model[2].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     data = torch.Generator().manual_seed(rank)
-    with CoCoD(model, optimizer, period=2, compression=Coarse()) as algo:
+    with CoCoD(model, optimizer, period=2, compression=codec) as algo:
         for t in range(11):
             if t == 3:
                 model[2].requires_grad_(True)
@@ -461,8 +465,9 @@ def thawing(rank, n):
     return θ, known, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_a_layer_that_thaws_joins_the_base():
-    (θ, known, end), (other, _, other_end) = run_ranks(thawing, 2, timeout=LIMIT)
+@pytest.mark.parametrize("codec", [Coarse(), PowerSGD(rank=1)], ids=lambda codec: codec.name)
+def test_a_layer_that_thaws_joins_the_base(codec):
+    (θ, known, end), (other, _, other_end) = run_ranks(thawing, 2, codec, timeout=LIMIT)
     assert known == 4
     assert all(torch.equal(a, b) for a, b in zip(θ, other, strict=True))
     assert torch.equal(end, other_end)
@@ -495,15 +500,20 @@ def test_the_bytes_are_those_of_the_codec(n):
         assert raw == pytest.approx(4 * expected, rel=0.01)
 
 
-def mismatched(rank, n):
+def mismatched(rank, n, codecs):
     model = small()
-    algo = CoCoD(model, torch.optim.SGD(model.parameters(), 0.1), compression=Coarse() if rank else Whole())
+    algo = CoCoD(model, torch.optim.SGD(model.parameters(), 0.1), compression=codecs[rank])
     with pytest.raises(MessageMismatch, match="same options"), algo:
         algo.A.wait()
 
 
-def test_workers_with_different_codecs_are_told():
-    run_ranks(mismatched, 2, timeout=LIMIT)
+@pytest.mark.parametrize(
+    "codecs",
+    [(Coarse(), Whole()), (PowerSGD(rank=1), PowerSGD(rank=2)), (PowerSGD(), Whole())],
+    ids=["codecs", "ranks", "kinds"],
+)
+def test_workers_with_different_codecs_are_told(codecs):
+    run_ranks(mismatched, 2, codecs, timeout=LIMIT)
 
 
 def test_a_codec_that_error_feedback_cannot_hold_is_refused():
@@ -513,12 +523,12 @@ def test_a_codec_that_error_feedback_cannot_hold_is_refused():
     assert "\n" not in str(error.value)
 
 
-def broken_once(rank, n, algorithm):
+def broken_once(rank, n, algorithm, codec):
     """Rank 1's model is NaN in the third round. Returns every rank's end, and θ's agreement by its bytes."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     data = torch.Generator().manual_seed(rank)
-    with algorithm(model, optimizer, period=2, compression=Coarse(), on_nonfinite="skip") as algo:
+    with algorithm(model, optimizer, period=2, compression=codec, on_nonfinite="skip") as algo:
         for t in range(14):
             optimizer.zero_grad()
             model(torch.randn(8, 7, generator=data)).square().mean().backward()
@@ -532,9 +542,10 @@ def broken_once(rank, n, algorithm):
     return θ, x
 
 
+@pytest.mark.parametrize("codec", [Coarse(), PowerSGD(rank=1)], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("algorithm", [CoCoD, LocalSGD])
-def test_a_rank_that_is_not_finite_is_left_out_and_gets_the_base(algorithm):
-    ranks = run_ranks(broken_once, 3, algorithm, timeout=LIMIT)
+def test_a_rank_that_is_not_finite_is_left_out_and_gets_the_base(algorithm, codec):
+    ranks = run_ranks(broken_once, 3, algorithm, codec, timeout=LIMIT)
     for θ, x in ranks:
         assert all(torch.equal(a, b) for a, b in zip(θ, ranks[0][0], strict=True))
         assert all(p.isfinite().all() for p in [*θ, *x])
@@ -547,7 +558,7 @@ def test_a_shard_is_never_longer_than_the_ones_before():
             assert size * world_size >= n > size * world_size - world_size
 
 
-def without_a_codec_then_with(rank, n):
+def without_a_codec_then_with(rank, n, wanted):
     """A state of a run without compression goes on with it."""
 
     def fresh(codec):
@@ -567,7 +578,7 @@ def without_a_codec_then_with(rank, n):
     with algo:
         train(model, optimizer, 5)
         saved = copy.deepcopy((model.state_dict(), algo.state_dict()))
-    model, optimizer, algo = fresh(Coarse())
+    model, optimizer, algo = fresh(wanted)
     with algo:
         model.load_state_dict(saved[0])
         algo.load_state_dict(saved[1])
@@ -576,6 +587,7 @@ def without_a_codec_then_with(rank, n):
         return [bucket.clone() for bucket in algo.base.θ.buckets]
 
 
-def test_a_run_may_go_on_with_a_codec():
-    a, b = run_ranks(without_a_codec_then_with, 2, timeout=LIMIT)
+@pytest.mark.parametrize("codec", [Coarse(), PowerSGD(rank=1)], ids=lambda codec: codec.name)
+def test_a_run_may_go_on_with_a_codec(codec):
+    a, b = run_ranks(without_a_codec_then_with, 2, codec, timeout=LIMIT)
     assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))

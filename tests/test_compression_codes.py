@@ -22,12 +22,13 @@ from lightning_cocod.compression import (
     Int4,
     Int8,
     Natural,
+    PowerSGD,
     RandomK,
     ScaledSign,
     TernGrad,
     Threshold,
     TopK,
-    as_codec,
+    as_compression,
     pack,
     unpack,
 )
@@ -219,13 +220,15 @@ def test_repr_makes_the_codec(codec):
 
 
 def test_codecs_have_names():
-    assert {name: type(as_codec(name)) for name in CODECS} == CODECS
+    assert {name: type(as_compression(name)) for name in CODECS} == CODECS
     codec = Int8(64)
-    assert as_codec(codec) is codec
-    assert as_codec(None) is None
+    assert as_compression(codec) is codec
+    assert as_compression(None) is None
+    assert as_compression("powersgd") == PowerSGD(rank=2)
+    assert as_compression(PowerSGD(rank=3)) == PowerSGD(rank=3)
     for wrong in ("int9", 8):
-        with pytest.raises(ValueError, match=r"compression must be .*none, fp16, .*int8.*natural; got") as error:
-            as_codec(wrong)
+        with pytest.raises(ValueError, match=r"compression must be .*none, fp16, .*int8.*natural, powersgd; got") as error:
+            as_compression(wrong)
         assert "\n" not in str(error.value)
 
 
@@ -248,6 +251,9 @@ def test_codecs_have_names():
         (RandomK, {"unbiased": 0}),
         (Threshold, {"threshold": 0}),
         (Threshold, {"threshold": math.inf}),
+        (PowerSGD, {"rank": 0}),
+        (PowerSGD, {"rank": 2.0}),
+        (PowerSGD, {"rank": True}),
     ],
 )
 def test_options_out_of_range_are_refused_in_one_line(codec, options):
@@ -258,8 +264,9 @@ def test_options_out_of_range_are_refused_in_one_line(codec, options):
 
 def test_every_codec_has_a_configuration_with_its_options_and_defaults():
     files = {file.stem: OmegaConf.load(file) for file in (conf_dir() / "compression").glob("*.yaml")}
-    assert set(files) == set(CODECS), "none stands for no codec"
+    chosen = {**CODECS, "powersgd": PowerSGD}
+    assert set(files) == set(chosen), "none stands for no codec"
     assert instantiate(files.pop("none")) is None
     for name, cfg in files.items():
-        assert instantiate(cfg, _convert_="all") == CODECS[name]()
-        assert {*cfg} - {"_target_"} == {field.name for field in fields(CODECS[name])}
+        assert instantiate(cfg, _convert_="all") == chosen[name]()
+        assert {*cfg} - {"_target_"} == {field.name for field in fields(chosen[name])}

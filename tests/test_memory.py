@@ -102,10 +102,13 @@ OTHERS = {
 """Copies of the parameters that they promise, those for the time of a merge included; two of four fragments in flight."""
 WITH_CODES = {"CoCoD": 2, "LocalSGD": 2, "OverlapLocalSGD": 4, "PipeSGD": 2, "DiLoCo": 5, "EagerDiLoCo": 6}
 """The same with int8."""
+WITH_FACTORS = {"CoCoD": 2, "PipeSGD": 2}
+"""The same with PowerSGD."""
 CASES = [
     *(no_algorithm, local_sgd, cocod, cocod_in_consensus),
     *(other(name) for name in OTHERS),
     *(other(name, "int8") for name in WITH_CODES),
+    *(other(name, "powersgd") for name in WITH_FACTORS),
 ]
 
 
@@ -209,6 +212,11 @@ def test_the_others_need_the_copies_that_they_promise(copies, name):
 def test_codes_need_the_copies_that_they_promise(copies, name):
     most = WITH_CODES[name] + BUCKETS * (2 + WITH_CODES[name])  # what a bucket is decoded into comes with two of them
     assert WITH_CODES[name] - 0.1 < copies[f"{name} int8"] < most
+
+
+@pytest.mark.parametrize("name", WITH_FACTORS)
+def test_factors_need_the_copies_that_codes_need(copies, name):
+    assert WITH_FACTORS[name] - 0.1 < copies[f"{name} powersgd"] < WITH_FACTORS[name] + BUCKETS * (2 + WITH_FACTORS[name])
 
 
 if __name__ == "__main__":

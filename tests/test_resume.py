@@ -23,7 +23,7 @@ from support.toys import STRATEGIES, VARIANTS, Toy, TwoOptimizers, dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from lightning_cocod import strategies
-from lightning_cocod.compression import Int4, TopK
+from lightning_cocod.compression import Int4, PowerSGD, TopK
 
 BY_NAME = {strategy.registered_name: strategy for strategy in strategies.STRATEGIES}
 
@@ -255,6 +255,12 @@ CASES = {
     "with a codec": Case(strategy={"compression": Int4(block=8)}, strategies=CODED, every=3),
     "parameters that freeze and thaw, with a codec": Case(
         Thaws, strategy={"compression": TopK(ratio=0.25)}, strategies=("cocod", "diloco", "eager_diloco"), every=3
+    ),
+    "with factors": Case(
+        Thaws,
+        strategy={"compression": PowerSGD(rank=1)},
+        strategies=("cocod", "pipe_sgd", "overlap_local_sgd", "streaming_diloco"),
+        every=3,
     ),
     "gradients that the user zeroes": Case(NeverZeroed, every=5),
     "clipping": Case(options={"gradient_clip_val": 0.1}, strategies=("cocod", "ssgd", "ssd_sgd", "compskip_dsgd"), every=5),

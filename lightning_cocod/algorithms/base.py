@@ -28,7 +28,9 @@ from lightning_cocod.comm import Communicator, Group, Message, Subject, promised
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.norms import finite
-from lightning_cocod.compression import Codec, as_codec
+from lightning_cocod.comm.parts import How
+from lightning_cocod.comm.powersgd import LowRank
+from lightning_cocod.compression import Codec, PowerSGD, as_compression
 
 T = TypeVar("T")
 
@@ -63,7 +65,7 @@ class Algorithm:
         on_nonfinite: what to do about a rank whose message holds NaN or infinity. "raise": NonFiniteMessage on all ranks.
             "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset;
             NonFiniteMessage only if no rank is finite.
-        compression: codec of the rounds' messages, or its name (docs/compression.md).
+        compression: codec of the rounds' messages, ``PowerSGD``, or the name of either (docs/compression.md).
         intra_node: h, if the workers of a machine are to average every h steps among themselves (see ``NodeAverage``). The
             rounds are then those between the machines.
         inter_node: with ``intra_node``, another name of ``period``.
@@ -110,7 +112,7 @@ class Algorithm:
         when: When,
         weights: Sequence[float] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
-        compression: str | Codec | None = None,
+        compression: str | Codec | PowerSGD | None = None,
         intra_node: int | None = None,
         inter_node: int | Mapping[int, int] | When | None = None,
         ranks_per_node: Sizes | None = None,
@@ -125,8 +127,7 @@ class Algorithm:
             if isinstance(opt, torch.optim.LBFGS):
                 raise TypeError("LBFGS evaluates its closure several times a step; use SGD, Adam or another optimizer")
         self.skip_nonfinite = nonfinite(on_nonfinite)
-        codec = as_codec(compression)
-        self.compression = None if codec is None else Compression(codec)
+        self.compression = _how(compression)
         self.when = when
         self.rounds = Rounds(when)
         self.t = 0
@@ -167,6 +168,8 @@ class Algorithm:
         if self.node is not None:
             self.node.start()
         self._started, self.apart = True, False
+        if self.compression is not None:
+            self.compression.forget()
         self._begun = self.reading()
         if broadcast and self.comm.world_size > 1:
             state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
@@ -324,6 +327,7 @@ class Algorithm:
             **self.weighing.state_dict(),
             "x": [numbers[p] for p in self.x],
             "trainable": sorted(numbers[p] for p in self._trainable),
+            "compression": {} if self.compression is None else self.compression.state_dict(numbers),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -340,6 +344,8 @@ class Algorithm:
         members = self._members()
         self.x = [members[number] for number in state["x"]]
         self._trainable = {members[number] for number in state["trainable"]}
+        if self.compression is not None:
+            self.compression.load_state_dict(state["compression"], members)
 
     def reading(self) -> Reading:
         """The counters now; hand it to ``metrics`` later to look at the time in between."""
@@ -547,6 +553,13 @@ class Algorithm:
         if self.node is not None and self.node.every == 1:
             return "intra_node=1 averages the gradients in a node before you clip them"
         return None
+
+
+def _how(compression: str | Codec | PowerSGD | None) -> How | None:
+    chosen = as_compression(compression)
+    if chosen is None:
+        return None
+    return LowRank(chosen) if isinstance(chosen, PowerSGD) else Compression(chosen)
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

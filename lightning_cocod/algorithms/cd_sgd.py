@@ -13,8 +13,8 @@ from lightning_cocod.algorithms.local_update import LocalUpdate
 from lightning_cocod.algorithms.options import whole
 from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.ssd_sgd import SSDSGD
-from lightning_cocod.comm.compressed import Compression
-from lightning_cocod.compression import Codec, as_codec
+from lightning_cocod.comm.compressed import codes
+from lightning_cocod.compression import Codec
 
 
 class CDSGD(SSDSGD):
@@ -77,15 +77,12 @@ class CDSGD(SSDSGD):
                 "cd_sgd cannot go on without a rank whose message is not finite: use on_nonfinite='raise', and lower the "
                 "learning rate or clip gradients"
             )
-        codec = as_codec(compression or "threshold")
-        assert codec is not None  # there is a default
-        self.compression = Compression(codec)
+        self.compression = self.codes = codes(self.name, compression or "threshold")
         self.compress_steps = whole("compress_steps", compress_steps, least=1)
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> CodedServer:
         """Without residuals."""
-        assert self.compression is not None
-        return CodedServer(optimizer, self.comm, shared, compression=self.compression)
+        return CodedServer(optimizer, self.comm, shared, compression=self.codes)
 
     def _begin(self, server: Outgoing) -> None:
         cast(CodedServer, server).whole = self.when.synchronous(self.t) or (self.t + 1) % self.compress_steps == 0

@@ -65,7 +65,7 @@ class Lag:
         D = fragment.D = rounds.comm.layout(Δ).buffer()
         D.copy_(Δ, keep=False)
         fragment.e = Δ
-        return rounds.comm.compressed_mean_(D, Δ, rounds.compression, subject, relative_to=size)
+        return rounds.comm.compressed_mean_(D, Δ, list(fragment.θ), rounds.compression, subject, relative_to=size)
 
     @torch.no_grad()
     def merge(self, rounds: OuterRounds, fragment: Fragment) -> None:

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.algorithms.skipping import Never
 from lightning_cocod.algorithms.two_way import Direction, TwoWay
+from lightning_cocod.comm.compressed import codes
 from lightning_cocod.compression import Codec
 
 T = TypeVar("T")
@@ -71,7 +72,8 @@ class DistEFSGD(Pushing):
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
-        super().__init__(model, optimizer, compression=compression or "sign", overlap=overlap, weights=weights, **shared)
+        super().__init__(model, optimizer, overlap=overlap, weights=weights, **shared)
+        self.compression = self.codes = codes(self.name, compression or "sign")
         if self.skip_nonfinite:
             raise ValueError(
                 f"{self.name} cannot go on without a rank whose message is not finite: use on_nonfinite='raise', and lower "
@@ -87,8 +89,7 @@ class DistEFSGD(Pushing):
 
     def directions(self) -> tuple[Direction, Direction]:
         """To the server, and from it."""
-        assert self.compression is not None
-        return Direction(self.compression, Never()), Direction(self.compression, Never())
+        return Direction(self.codes, Never()), Direction(self.codes, Never())
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> TwoWay:
         """Without residuals."""

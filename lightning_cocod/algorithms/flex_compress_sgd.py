@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lightning_cocod.algorithms.dist_ef_sgd import DistEFSGD
 from lightning_cocod.algorithms.skipping import Never
 from lightning_cocod.algorithms.two_way import Direction
-from lightning_cocod.comm.compressed import Compression
-from lightning_cocod.compression import Codec, as_codec
+from lightning_cocod.comm.compressed import codes
+from lightning_cocod.compression import Codec
 
 
 class FlexCompressSGD(DistEFSGD):
@@ -48,10 +48,7 @@ class FlexCompressSGD(DistEFSGD):
         **shared: Any,
     ) -> None:
         super().__init__(model, optimizer, compression=compression or "topk", overlap=overlap, weights=weights, **shared)
-        codec = as_codec(server_compression)
-        if codec is None:
-            raise ValueError("server_compression must be a codec: 'identity' sends values as they are")
-        self.server_compression = Compression(codec)
+        self.server_compression = codes(f"the server of {self.name}", server_compression)
 
     def directions(self) -> tuple[Direction, Direction]:
         """To the server, and from it."""

@@ -59,8 +59,7 @@ class Fragment:
             self.left_out = self.A.left_out
 
     def state_dict(self, numbers: Mapping[nn.Parameter, int]) -> dict[str, Any]:
-        """Everything, with D drained. Parameters are told by their numbers."""
-        self.drain(counted=False)
+        """Everything, once D has been drained. Parameters are told by their numbers."""
         tensors = self.D.buckets if isinstance(self.D, Buffer) else self.D
         return {
             "theta": {numbers[p]: θ_p.clone() for p, θ_p in self.θ.items()},

@@ -230,6 +230,8 @@ class OuterRounds(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Adds what the fragments hold, with the drained messages in flight, and what the outer optimizer keeps."""
+        for fragment in self.fragments:
+            fragment.drain(counted=False)
         numbers = {p: number for number, p in enumerate(self._members())}
         kept = {} if self.outer is None else self.outer.state
         return {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cocod.comm import Communicator, Message, Subject
 from lightning_cocod.comm.buckets import Buffer
-from lightning_cocod.comm.compressed import Compression
+from lightning_cocod.comm.parts import How
 
 
 class Residuals:
@@ -24,10 +24,10 @@ class Residuals:
 
     Args:
         comm: sends.
-        compression: codec and its memory.
+        compression: how means come about.
     """
 
-    def __init__(self, comm: Communicator, compression: Compression) -> None:
+    def __init__(self, comm: Communicator, compression: How) -> None:
         self.comm, self.compression = comm, compression
         self.e: dict[nn.Parameter, Tensor] = {}
 
@@ -56,7 +56,7 @@ class Residuals:
         """The above, with a = ``own``. D belongs to x; neither it nor e must be touched until the message has arrived."""
         e = self.of(x, like)
         D.add_(e)
-        return self.comm.compressed_mean_(D, e, self.compression, subject, own=own, relative_to=relative_to)
+        return self.comm.compressed_mean_(D, e, x, self.compression, subject, own=own, relative_to=relative_to)
 
     def state_dict(self, numbers: Mapping[nn.Parameter, int]) -> dict[int, Tensor]:
         """e, once no message is in flight."""

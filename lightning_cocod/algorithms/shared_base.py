@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cocod.comm import Communicator, Message, Subject
 from lightning_cocod.comm.buckets import Buffer
-from lightning_cocod.comm.compressed import Compression
+from lightning_cocod.comm.parts import How
 
 
 class SharedBase:
@@ -26,10 +26,10 @@ class SharedBase:
 
     Args:
         comm: sends.
-        compression: codec and its memory.
+        compression: how means come about.
     """
 
-    def __init__(self, comm: Communicator, compression: Compression) -> None:
+    def __init__(self, comm: Communicator, compression: How) -> None:
         self.comm, self.compression = comm, compression
         self.θ: Buffer | None = None
         self._S: Buffer | None = None  # where rounds block
@@ -78,7 +78,7 @@ class SharedBase:
     def correction_(self, S: Buffer, subject: Subject, *, size: Tensor | None = None) -> Message:
         """S ← async A - c, where S is a snapshot of x; then θ ← θ + A."""
         assert self.θ is not None  # taken in before
-        return self.comm.compressed_correction_(S, self.θ, self.compression, subject, size=size)
+        return self.comm.compressed_correction_(S, self.θ, self._known, self.compression, subject, size=size)
 
     def average_(self, x: Sequence[nn.Parameter], subject: Subject) -> Message:
         """x ← x + (A - c), waited for."""

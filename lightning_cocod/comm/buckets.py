@@ -8,6 +8,7 @@ bucket. The layout depends only on the tensors' shapes, strides, dtypes and orde
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -147,6 +148,20 @@ class Layout:
     def numbers(self, bucket: int) -> list[int]:
         """Of the tensors whose pieces lie in a bucket, piece by piece."""
         return [p.index for p in self._pieces[bucket]]
+
+    def kind(self, bucket: int) -> tuple[torch.dtype, torch.device]:
+        """Of the values in a bucket."""
+        return self._kinds[bucket]
+
+    def matrix(self, index: int) -> tuple[int, int]:
+        """Rows and columns of a tensor as it lies in memory, row by row; one row if it has gaps or only one dimension.
+
+        Rows are along the dimension that changes slowest: the first, unless the tensor is transposed.
+        """
+        shape, strides = self._forms[index]
+        n = math.prod(shape)
+        rows = shape[max(range(len(shape)), key=lambda d: strides[d])] if strides and n else 1
+        return (rows, n // rows) if rows < n else (1, n)
 
     def sizes(self) -> list[int]:
         """Real numbers in each bucket: a complex one is two."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm import collectives
-from lightning_cocod.comm.collectives import Collective
+from lightning_cocod.comm.collectives import Operation
 from lightning_cocod.comm.errors import GivenUp, TransportError
 from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchange, size_of, unfit
 from lightning_cocod.comm.lane import Lane, lane_for
@@ -105,7 +105,7 @@ class Channel:
     def _submit(
         self,
         subject: Subject,
-        collective: Collective,
+        operation: Operation,
         *,
         fit: bool | None = None,
         size: Tensor | None = None,
@@ -116,9 +116,9 @@ class Channel:
         report, departed = Report(), self.lane.mark()
 
         def work() -> None:
-            with self.lane.working(), tracer.span(subject.kind, message=what, bytes=collective.nbytes):
+            with self.lane.working(), tracer.span(subject.kind, message=what, bytes=operation.nbytes):
                 self.lane.follow(departed)
-                self._carry_out(subject, collective, report, fit, size, relative_to, tracer, pace)
+                self._carry_out(subject, operation, report, fit, size, relative_to, tracer, pace)
 
         with tracer.span("launch", message=what):
             handle = self._send(thread, work, what)
@@ -172,7 +172,7 @@ class Channel:
     def _carry_out(
         self,
         subject: Subject,
-        collective: Collective,
+        operation: Operation,
         report: Report,
         fit: bool | None,
         size: Tensor | None,
@@ -182,14 +182,14 @@ class Channel:
     ) -> None:
         if fit is None:
             with tracer.span("look"):
-                size = collectives.size_of(collective) if size is None else size
-                fit = collectives.is_finite(collective, size)
+                size = operation.size() if size is None else size
+                fit = operation.is_finite(size)
         header = Header(
             subject.algorithm,
             subject.kind,
             subject.step,
-            collective.fingerprint,
-            collective.nbytes,
+            operation.fingerprint,
+            operation.nbytes,
             subject.weights_digest,
             0 if fit else NONFINITE,
             self._home.samples,
@@ -203,35 +203,35 @@ class Channel:
         report.paces = [theirs.pace for theirs in headers]
         report.left_out = unfit(headers, self.ranks, skip=subject.skip)
         if report.left_out:
-            self._leave_out(report.left_out, subject, collective)
+            self._leave_out(report.left_out, subject, operation)
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         with tracer.span("transfer", message=str(subject)):
-            idle = collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+            idle = collectives.run(operation, self._groups[-1], self._scratch, self._home.losses.over, tracer)
         times = 1
-        if (late := collective.late_flags()) is not None:
+        if (late := operation.late_flags()) is not None:
             with tracer.span("headers", message=str(subject)):
                 headers = self._exchange(replace(header, flags=late))
             report.lacking = any(theirs.flags & LACKING for theirs in headers)
             report.left_out = unfit(headers, self.ranks, skip=subject.skip)
             if report.left_out:
-                self._leave_out(report.left_out, subject, collective)
-                collectives.run(collective, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+                self._leave_out(report.left_out, subject, operation)
+                collectives.run(operation, self._groups[-1], self._scratch, self._home.losses.over, tracer)
                 times = 2
         arrived = self.lane.mark()
         numbers = None
-        if fit and size is not None and (distance := collective.distance()) is not None:
+        if fit and size is not None and (distance := operation.distance()) is not None:
             both = torch.stack([size if relative_to is None else relative_to, distance])
             numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
         report.arrived = self.lane.mark()
         report.numbers = numbers
         announced = size_of(self.world_size) * (1 if late is None else 2)
-        sent, received = (announced + times * moved for moved in collective.traffic(self.rank, self.world_size))
-        raw = announced + collective.uncompressed(self.rank, self.world_size)
+        sent, received = (announced + times * moved for moved in operation.traffic(self.rank, self.world_size))
+        raw = announced + operation.uncompressed(self.rank, self.world_size)
         ledger = self._home.ledger
         ledger.add(sent=sent, received=received, raw=raw, messages=1)
         if subject.counted:
             ledger.add_when_known("busy", lambda: None if (s := self.lane.seconds(begun, arrived)) is None else s - idle)
 
-    def _leave_out(self, ranks: tuple[int, ...], subject: Subject, collective: Collective) -> None:
-        collective.weigh(self.rank, [subject.weight(rank, ranks) for rank in range(self.world_size)])
+    def _leave_out(self, ranks: tuple[int, ...], subject: Subject, operation: Operation) -> None:
+        operation.weigh(self.rank, [subject.weight(rank, ranks) for rank in range(self.world_size)])

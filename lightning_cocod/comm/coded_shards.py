@@ -20,6 +20,7 @@ from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import norms
+from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.shards import Push, Rows
 
 
@@ -72,8 +73,8 @@ class Coded:
         self._senders, self._asked = senders, set[int]()
         self.of: dict[int, list[int]] = {}
         """Who sends a bucket, once it is known."""
-        self.in_stages = any(senders.known(bucket) is None for bucket in range(len(layout)))
-        self.fingerprint = layout.fingerprint ^ self.how.fingerprint
+        self.repeats = any(senders.known(bucket) is None for bucket in range(len(layout)))
+        self.fingerprint = layout.fingerprint ^ fingerprint(self.how.codec)
         self.code_sizes = [self.how.codec.nbytes(n // world_size) for n in layout.sizes()]
         """Bytes of the code of a shard of each bucket."""
         self.sent = self.received = 0
@@ -138,7 +139,7 @@ class CodedPush(Push):
     def __init__(self, p: Buffer, s: Sequence[Tensor], weights: Sequence[float], coded: Coded, gate: Gate) -> None:
         super().__init__(p, s, weights[coded.rank], coded.n, Rows(), gate)
         self._coded, self._weights = coded, weights
-        self.in_stages = coded.in_stages
+        self.repeats = coded.repeats
 
     @property
     def fingerprint(self) -> int:
@@ -202,7 +203,7 @@ class CodedPull(Collective):
     def __init__(self, q: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, coded: Coded) -> None:
         self.layout, self._q, self._coded = layout, q, coded
         self._pieces = layout.pieces(x, keep=False)
-        self.in_stages = coded.in_stages
+        self.repeats = coded.repeats
 
     @property
     def fingerprint(self) -> int:

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -38,22 +38,16 @@ def new_scratch() -> Scratch:
     return [{} for _ in range(IN_FLIGHT)]
 
 
-class Collective(ABC):
-    """One operation on all buckets of a layout.
+class Operation(ABC):
+    """What a message does: a collective, or several one after the other.
 
     Attributes:
-        layout: of what travels.
+        layout: of what this worker puts into the message.
         weight: of this worker's part; 0 while it is left out: then it is never looked at, only the result arrives.
-        sums: whether values are added up, and so travel in the dtype in which that is done.
-        gate: before each bucket, if some are still being computed when the message sets out.
-        in_stages: whether the transport gets a bucket several times. Then their order must not depend on gates.
     """
 
     layout: Layout
     weight: float
-    sums: ClassVar[bool] = True
-    gate: Gate | None = None
-    in_stages: bool = False
 
     @property
     def fingerprint(self) -> int:
@@ -77,6 +71,51 @@ class Collective(ABC):
     def contents(self, bucket: int) -> list[Tensor]:
         """What this worker puts into the message, as it lies in memory; looked at for NaN and infinity."""
 
+    def size(self) -> Tensor:
+        """Euclidean norm of its contents now: a number on their device, NaN or infinite if they are."""
+        return norm(self._everything())
+
+    def is_finite(self, size: Tensor) -> bool:
+        """Whether its contents are finite, given their norm, which alone may overflow."""
+        return finite(self._everything(), size)
+
+    def _everything(self) -> list[Tensor]:
+        return [t for bucket in range(len(self.layout)) for t in self.contents(bucket)]
+
+    @abstractmethod
+    def stages(self, tracer: Tracer) -> Iterator[Collective]:
+        """The collectives. What stands between two of them is done when the first is, before the second begins."""
+
+    @abstractmethod
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Bytes that this worker sends and receives."""
+
+    def uncompressed(self, rank: int, world_size: int) -> int:
+        """Bytes that it would send without a codec."""
+        return self.traffic(rank, world_size)[0]
+
+    def distance(self) -> Tensor | None:
+        """Norm of the difference between the result and what this worker put in, if that is measured."""
+        return None
+
+
+class Collective(Operation):
+    """One operation of the transport on all buckets of the layout.
+
+    Attributes:
+        sums: whether values are added up, and so travel in the dtype in which that is done.
+        gate: before each bucket, if some are still being computed when the message sets out.
+        repeats: whether the transport gets a bucket several times. Then their order must not depend on gates.
+    """
+
+    sums: ClassVar[bool] = True
+    gate: Gate | None = None
+    repeats: bool = False
+
+    def stages(self, tracer: Tracer) -> Iterator[Collective]:
+        """Itself."""
+        yield self
+
     @abstractmethod
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """Write this worker's part."""
@@ -92,18 +131,6 @@ class Collective(ABC):
     @abstractmethod
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
-
-    @abstractmethod
-    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Bytes that this worker sends and receives."""
-
-    def uncompressed(self, rank: int, world_size: int) -> int:
-        """Bytes that it would send without a codec."""
-        return self.traffic(rank, world_size)[0]
-
-    def distance(self) -> Tensor | None:
-        """Norm of the difference between the result and what this worker put in, if that is measured."""
-        return None
 
 
 class _InPlace(Collective):
@@ -260,23 +287,20 @@ def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
     return group.allreduce([bucket], _SUM)
 
 
-def size_of(collective: Collective) -> Tensor:
-    """Euclidean norm of what the collective's tensors hold now: a number on their device, NaN or infinite if they are."""
-    return norm([t for bucket in range(len(collective.layout)) for t in collective.contents(bucket)])
-
-
-def is_finite(collective: Collective, size: Tensor) -> bool:
-    """Whether what the collective's tensors hold is finite, given its norm, which alone may overflow."""
-    return finite([t for bucket in range(len(collective.layout)) for t in collective.contents(bucket)], size)
-
-
 @torch.no_grad()
-def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer) -> float:
-    """All buckets, in order, ``IN_FLIGHT`` of them at a time, until communication is ``over``.
+def run(operation: Operation, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer) -> float:
+    """All stages, until communication is ``over``.
 
     Returns:
         Seconds in which nothing was under way, as the next bucket had not been computed.
     """
+    return sum(_carry_out(stage, group, scratch, over, tracer) for stage in operation.stages(tracer))
+
+
+def _carry_out(
+    collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer
+) -> float:
+    """All buckets, in order, ``IN_FLIGHT`` of them at a time."""
     at_work: deque[tuple[int, Tensor, dist.Work]] = deque()
     gate, idle = collective.gate, 0.0
 
@@ -292,7 +316,7 @@ def run(collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over
                 at_work.append((bucket, memory, following))
 
     for bucket in range(len(collective.layout)):
-        while at_work and (len(at_work) == IN_FLIGHT or not (collective.in_stages or gate is None or gate.is_open(bucket))):
+        while at_work and (len(at_work) == IN_FLIGHT or not (collective.repeats or gate is None or gate.is_open(bucket))):
             finish_oldest()
         if gate is not None:
             for _, _, work in () if gate.is_open(bucket) else at_work:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_cocod.comm.buckets import Buffer, Layout
-from lightning_cocod.comm.collectives import IN_FLIGHT, Collective, ring
+from lightning_cocod.comm.collectives import IN_FLIGHT, Collective
 from lightning_cocod.comm.errors import transport
-from lightning_cocod.comm.norms import norms, total
-from lightning_cocod.compression import Codec
+from lightning_cocod.comm.parts import How, MeanOfParts, Parts
+from lightning_cocod.compression import Codec, PowerSGD, as_compression
 
 
 class Codes(NamedTuple):
@@ -44,8 +42,8 @@ class Codes(NamedTuple):
     spare: Tensor
 
 
-class Compression:
-    """A codec, and the memory that it works in. One for all messages of an algorithm; the communication thread's.
+class Compression(How):
+    """A codec, and the memory that it works in, which is the communication thread's.
 
     Args:
         codec: what it drops is sent later, so a contraction, or one that needs just that (see ``Codec``).
@@ -55,6 +53,7 @@ class Compression:
     """
 
     def __init__(self, codec: Codec) -> None:
+        super().__init__()
         if not (codec.contraction or codec.needs_feedback):
             raise ValueError(
                 f"compression={codec!r}: what it drops, and is sent later, would grow without bound; use unbiased=False, or "
@@ -65,11 +64,11 @@ class Compression:
         self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    @property
-    def fingerprint(self) -> int:
-        """Of the codec and its options, which all workers must have alike."""
-        name_and_options = repr((self.codec.name, sorted(vars(self.codec).items())))
-        return int.from_bytes(hashlib.sha256(name_and_options.encode()).digest()[:7], "big")
+    def mean(
+        self, parts: Parts, x: Sequence[nn.Parameter], weights: Sequence[float], rank: int, step: int
+    ) -> CompressedMean:
+        """That of codes."""
+        return CompressedMean(parts, self, weights, rank, step)
 
     def memory(self, bucket: int, part: Tensor, world_size: int) -> Codes:
         """For a bucket of the size of this part."""
@@ -107,27 +106,25 @@ def shard_size(n: int, world_size: int) -> int:
     return -(-n // world_size)
 
 
-class CompressedMean(Collective):
-    """The protocol. Subclasses have a part p for every bucket, and do something with the mean m and their own c.
+def codes(whose: str, compression: str | Codec | PowerSGD | None) -> Compression:
+    """What is chosen for messages that are no means of all workers, and so cannot be PowerSGD's.
 
-    Args:
-        layout: of the parts.
-        how: codec and memory.
-        weights: of all workers.
-        rank: of this one.
-        step: of training; the random numbers of codecs depend on it.
+    Raises:
+        ValueError: no codec.
     """
+    chosen = as_compression(compression)
+    if not isinstance(chosen, Codec):
+        raise ValueError(f"{whose} sends codes, and {compression!r} is no codec: choose one such as 'sign' or 'int8'")
+    return Compression(chosen)
 
-    def __init__(self, layout: Layout, how: Compression, weights: Sequence[float], rank: int, step: int) -> None:
-        self.layout, self._how, self._step = layout, how, step
-        self.weigh(rank, weights)
+
+class CompressedMean(MeanOfParts, Collective):
+    """The protocol. The random numbers of codecs depend on the step of training."""
+
+    def __init__(self, parts: Parts, how: Compression, weights: Sequence[float], rank: int, step: int) -> None:
+        super().__init__(parts, how.codec, weights, rank)
+        self._how, self._step = how, step
         self._gathering: set[int] = set()  # buckets whose means are being gathered
-        self._distances: list[Tensor] = []
-
-    @property
-    def fingerprint(self) -> int:
-        """The layout's and the codec's."""
-        return self.layout.fingerprint ^ self._how.fingerprint
 
     @property
     def nbytes(self) -> int:
@@ -142,13 +139,9 @@ class CompressedMean(Collective):
         moved = 2 * (world_size - 1) * sum(self._row(n) for n in self.layout.sizes())
         return moved, moved
 
-    def uncompressed(self, rank: int, world_size: int) -> int:
-        """That of a ring all-reduce."""
-        return ring(self.layout.summed_nbytes, world_size)[0]
-
-    def weigh(self, rank: int, weights: Sequence[float]) -> None:
-        """A worker that is left out has weight 0."""
-        self._rank, self._weights, self.weight = rank, list(weights), weights[rank]
+    def fill(self, bucket: int, scratch: Tensor) -> None:
+        """p."""
+        self.parts.fill(bucket, scratch)
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Every shard's code to its owner."""
@@ -186,94 +179,12 @@ class CompressedMean(Collective):
         codes = self._how.memory(bucket, part, len(self._weights))
         for code, values in zip(codes.received, self._shards(part), strict=True):
             self._how.decode(code, values)
-        self.take(bucket, scratch, *(torch.view_as_complex(t.view(-1, 2)) if scratch.is_complex() else t for t in codes[3:]))
-
-    @abstractmethod
-    def take(self, bucket: int, m: Tensor, c: Tensor, spare: Tensor) -> None:
-        """What happens with the mean m and this worker's own c; the memory of all three is free to be used."""
+        c, spare = (torch.view_as_complex(t.view(-1, 2)) if scratch.is_complex() else t for t in codes[3:])
+        self.parts.take(bucket, scratch, c if self.weight else None, spare)
 
     def _shards(self, flat: Tensor) -> list[Tensor]:
         size, n = shard_size(flat.numel(), len(self._weights)), flat.numel()
         return [flat[min(n, j * size) : min(n, (j + 1) * size)] for j in range(len(self._weights))]
-
-    def _measure(self, difference: Tensor) -> None:
-        self._distances += norms([difference])
-
-    def distance(self) -> Tensor | None:
-        """‖m - p‖."""
-        return total(self._distances)
-
-
-class FromBase(CompressedMean):
-    """S ← m - c and θ ← θ + m, where p = S - θ.
-
-    θ is the same on all workers bit for bit. S is this worker's model: what the codec drops stays in S - θ, and is part of
-    the next p. A worker that is left out gets S ← θ.
-    """
-
-    def __init__(
-        self, snapshot: Buffer, base: Buffer, how: Compression, weights: Sequence[float], rank: int, step: int
-    ) -> None:
-        super().__init__(snapshot.layout, how, weights, rank, step)
-        self._S, self._θ = snapshot.buckets, base.buckets
-
-    def contents(self, bucket: int) -> list[Tensor]:
-        """S."""
-        return [self._S[bucket]]
-
-    def fill(self, bucket: int, scratch: Tensor) -> None:
-        """p."""
-        torch.sub(self._S[bucket], self._θ[bucket], out=scratch)
-
-    def take(self, bucket: int, m: Tensor, c: Tensor, spare: Tensor) -> None:
-        """θ moves to the mean of what all have sent."""
-        S, θ = self._S[bucket], self._θ[bucket]
-        θ.add_(m)
-        if self.weight:
-            self._measure(torch.sub(θ, S, out=spare))
-            S.copy_(m.sub_(c))
-        else:
-            S.copy_(θ)
-
-
-class FromZero(CompressedMean):
-    """D ← m - a c and R ← p - c, where p = D.
-
-    D is a displacement or a gradient, to which the R of the message before has been added. A worker that is left out gets
-    D ← m and R ← 0.
-    """
-
-    def __init__(
-        self,
-        parts: Buffer,
-        residual: Sequence[Tensor],
-        how: Compression,
-        weights: Sequence[float],
-        rank: int,
-        step: int,
-        own: float,
-    ) -> None:
-        super().__init__(parts.layout, how, weights, rank, step)
-        self._D, self._R, self._own = parts.buckets, parts.layout.pieces(residual, keep=False), own
-
-    def contents(self, bucket: int) -> list[Tensor]:
-        """D."""
-        return [self._D[bucket]]
-
-    def fill(self, bucket: int, scratch: Tensor) -> None:
-        """p."""
-        scratch.copy_(self._D[bucket])
-
-    def take(self, bucket: int, m: Tensor, c: Tensor, spare: Tensor) -> None:
-        """What has not been sent goes to R."""
-        D, R = self._D[bucket], self._R[bucket]
-        if not self.weight:
-            torch._foreach_zero_(R)
-            D.copy_(m)
-            return
-        self._measure(torch.sub(m, D, out=spare))
-        torch._foreach_copy_(R, self.layout.cut(bucket, torch.sub(D, c, out=spare), R))
-        D.copy_(m.sub_(c, alpha=self._own))
 
 
 def _real(flat: Tensor) -> Tensor:

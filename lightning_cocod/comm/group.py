@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.channel import Channel, Home
 from lightning_cocod.comm.coded_shards import Coded, CodedPull, CodedPush, Coding
-from lightning_cocod.comm.collectives import Broadcast, Correction, Mean
-from lightning_cocod.comm.compressed import Compression, FromBase, FromZero
+from lightning_cocod.comm.collectives import Broadcast, Correction, Mean, Operation
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.message import Message, Subject
+from lightning_cocod.comm.parts import FromBase, FromZero, How, Parts
 from lightning_cocod.comm.shards import Pull, Push, Rows
 from lightning_cocod.comm.thread import Handle
 
@@ -64,32 +64,45 @@ class Group(Channel):
         return self._submit(subject, Correction(snapshot, weight, own), size=size, relative_to=relative_to)
 
     def compressed_correction_(
-        self, snapshot: Buffer, base: Buffer, how: Compression, subject: Subject, *, size: Tensor | None = None
+        self,
+        snapshot: Buffer,
+        base: Buffer,
+        x: Sequence[nn.Parameter],
+        how: How,
+        subject: Subject,
+        *,
+        size: Tensor | None = None,
     ) -> Message:
-        """S ← m - c and θ ← θ + m in place, with c = C(S - θ) and m = C(Σ_j w_j c_j), w as in the subject.
+        """S ← m - c and θ ← θ + m in place, with c = C(S - θ) and m = Σ_j w_j c_j, w as in the subject, C being how they
+        are compressed. All three are about x.
 
         The base θ, in float32 at least, is and stays the same on all workers. Its numbers are the size, ‖S‖ before, and the
         distance, ‖θ - S‖ with the new θ. Where this worker is left out, S ← θ. ``size`` is ‖S‖ where it is known.
         """
-        return self._submit(subject, FromBase(snapshot, base, how, subject.weights, self.rank, subject.step), size=size)
+        return self._submit(subject, self._compressed(FromBase(snapshot, base), x, how, subject), size=size)
 
     def compressed_mean_(
         self,
         parts: Buffer,
         residual: Sequence[Tensor],
-        how: Compression,
+        x: Sequence[nn.Parameter],
+        how: How,
         subject: Subject,
         *,
         own: float = 0.0,
         relative_to: Tensor | None = None,
     ) -> Message:
-        """D ← m - a c and R ← D - c in place, with c = C(D), m = C(Σ_j w_j c_j), w as in the subject, and a = ``own``.
+        """D ← m - a c and R ← D - c in place, with c = C(D), m = Σ_j w_j c_j, w as in the subject, and a = ``own``. C is how
+        they are compressed, and all are about x.
 
         Its numbers are the size, ‖D‖ before unless it is given as ``relative_to``, and the distance, ‖m - D‖. Where this
         worker is left out, D ← m and R ← 0.
         """
-        mean = FromZero(parts, residual, how, subject.weights, self.rank, subject.step, own)
+        mean = self._compressed(FromZero(parts, residual, own), x, how, subject)
         return self._submit(subject, mean, relative_to=relative_to)
+
+    def _compressed(self, parts: Parts, x: Sequence[nn.Parameter], how: How, subject: Subject) -> Operation:
+        return how.mean(parts, x, subject.weights, self.rank, subject.step)
 
     def broadcast_(self, tensors: Sequence[Tensor], subject: Subject, *, source: int = 0, wanted: bool = True) -> Message:
         """x ← x of the source, in place, on the ranks that want it."""

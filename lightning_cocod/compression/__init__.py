@@ -1,4 +1,4 @@
-"""Bytes for a tensor and back: codecs without state, and error feedback. Knows torch only."""
+"""Bytes for a tensor and back: codecs without state, error feedback, and the arithmetic of PowerSGD. Knows torch only."""
 
 from lightning_cocod.compression.absmax import Int4, Int8, TernGrad
 from lightning_cocod.compression.casts import BF16, FP16, Identity
@@ -6,6 +6,7 @@ from lightning_cocod.compression.codec import Codec
 from lightning_cocod.compression.e3m0 import E3M0
 from lightning_cocod.compression.error_feedback import ErrorFeedback
 from lightning_cocod.compression.natural import Natural
+from lightning_cocod.compression.powersgd import PowerSGD
 from lightning_cocod.compression.qsgd import QSGD
 from lightning_cocod.compression.randomk import RandomK
 from lightning_cocod.compression.sign import ScaledSign
@@ -22,16 +23,19 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 
-def as_codec(compression: str | Codec | None) -> Codec | None:
-    """The codec that a user wrote: its name, for one with its default options, or the codec itself; None stays None.
+def as_compression(compression: str | Codec | PowerSGD | None) -> Codec | PowerSGD | None:
+    """What a user wrote: a name, for that with its default options, or the thing itself; None stays None.
 
     Raises:
-        ValueError: there is no codec of this name.
+        ValueError: there is nothing of this name.
     """
-    if compression is None or isinstance(compression, Codec):
+    if compression is None or isinstance(compression, Codec | PowerSGD):
         return compression
+    if compression == PowerSGD.name:
+        return PowerSGD()
     if compression not in CODECS:
-        raise ValueError(f"compression must be a codec, None or one of {', '.join(CODECS)}; got {compression!r}")
+        known = ", ".join([*CODECS, PowerSGD.name])
+        raise ValueError(f"compression must be a codec, PowerSGD, None or one of {known}; got {compression!r}")
     return CODECS[compression]()
 
 
@@ -47,12 +51,13 @@ __all__ = [
     "Int4",
     "Int8",
     "Natural",
+    "PowerSGD",
     "RandomK",
     "ScaledSign",
     "TernGrad",
     "Threshold",
     "TopK",
-    "as_codec",
+    "as_compression",
     "pack",
     "unpack",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning_cocod.algorithms import CO2, When
-from lightning_cocod.compression import Codec
+from lightning_cocod.compression import Codec, PowerSGD
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -23,7 +23,7 @@ class CO2Strategy(AlgorithmStrategy):
         warmup_steps: synchronous steps first.
         overlap: False waits for each mean where it is launched: the same trajectory, nothing hidden.
         weights: of the ranks in every mean, in any scale. Equal by default.
-        compression: codec of the rounds' messages, or its name; none by default (docs/compression.md).
+        compression: codec of the rounds' messages, ``PowerSGD``, or a name; none by default (docs/compression.md).
         **options: see ``AlgorithmStrategy``.
 
     Raises:
@@ -44,7 +44,7 @@ class CO2Strategy(AlgorithmStrategy):
         warmup_steps: int = 0,
         overlap: bool = True,
         weights: Sequence[float] | None = None,
-        compression: str | Codec | None = None,
+        compression: str | Codec | PowerSGD | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning_cocod.algorithms import PipeSGD
-from lightning_cocod.compression import Codec
+from lightning_cocod.compression import Codec, PowerSGD
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -19,7 +19,7 @@ class PipeSGDStrategy(AlgorithmStrategy):
         overlap: False waits for each mean where it is launched: the same trajectory, nothing hidden.
         warmup_steps: synchronous steps first, without the delay.
         weights: of the ranks in every mean, in any scale. Equal by default.
-        compression: codec of the gradients, or its name; none by default (docs/compression.md).
+        compression: codec of the gradients, ``PowerSGD``, or a name; none by default (docs/compression.md).
         **options: see ``AlgorithmStrategy``.
 
     Raises:
@@ -36,7 +36,7 @@ class PipeSGDStrategy(AlgorithmStrategy):
         overlap: bool = True,
         warmup_steps: int = 0,
         weights: Sequence[float] | None = None,
-        compression: str | Codec | None = None,
+        compression: str | Codec | PowerSGD | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning_cocod.algorithms import PostLocalSGD, When
-from lightning_cocod.compression import Codec
+from lightning_cocod.compression import Codec, PowerSGD
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -18,7 +18,7 @@ class PostLocalSGDStrategy(AlgorithmStrategy):
             never a batch.
         warmup_steps: synchronous steps first, one at least.
         weights: of the ranks in every mean, in any scale. Equal by default.
-        compression: codec of the rounds' messages, or its name; none by default (docs/compression.md).
+        compression: codec of the rounds' messages, ``PowerSGD``, or a name; none by default (docs/compression.md).
         **options: see ``AlgorithmStrategy``.
 
     Raises:
@@ -34,7 +34,7 @@ class PostLocalSGDStrategy(AlgorithmStrategy):
         *,
         warmup_steps: int = 500,
         weights: Sequence[float] | None = None,
-        compression: str | Codec | None = None,
+        compression: str | Codec | PowerSGD | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning_cocod.algorithms import SlowMo, When
-from lightning_cocod.compression import Codec
+from lightning_cocod.compression import Codec, PowerSGD
 from lightning_cocod.strategies.base import AlgorithmStrategy
 
 
@@ -20,7 +20,7 @@ class SlowMoStrategy(AlgorithmStrategy):
         slow_momentum: β.
         warmup_steps: synchronous steps first.
         weights: of the ranks in every mean, in any scale. Equal by default.
-        compression: codec of the rounds' messages, or its name; none by default (docs/compression.md).
+        compression: codec of the rounds' messages, ``PowerSGD``, or a name; none by default (docs/compression.md).
         **options: see ``AlgorithmStrategy``.
 
     Raises:
@@ -38,7 +38,7 @@ class SlowMoStrategy(AlgorithmStrategy):
         slow_momentum: float = 0.7,
         warmup_steps: int = 0,
         weights: Sequence[float] | None = None,
-        compression: str | Codec | None = None,
+        compression: str | Codec | PowerSGD | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)

@@ -23,7 +23,7 @@ from gpu_checks.rank import Rank, check
 from gpu_checks.training import PERIOD, flat, image_net, images, train
 from lightning_cocod.algorithms import CDSGD, CoCoD, DistEFSGD
 from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, channel, communicator
-from lightning_cocod.compression import CODECS
+from lightning_cocod.compression import CODECS, PowerSGD
 
 
 @check(ranks=1, lightning=True, limit=120.0)
@@ -58,7 +58,7 @@ def bits(rank: Rank) -> None:
 
 @check()
 def codes(rank: Rank) -> None:
-    """Rounds with a codec: replicas end equal, and running again changes no bit. Every codec trains."""
+    """Rounds with a codec: replicas end equal, and running again changes no bit. Every codec trains, and PowerSGD."""
     for name, algorithm in ALGORITHMS.items():
         with rank.attempt(name):
             try:
@@ -70,11 +70,10 @@ def codes(rank: Rank) -> None:
             rank.expect(rank.same(run.end), f"{name}: replicas equal bit for bit at the end")
             rank.expect(torch.equal(run.before, again.before), f"{name}: another run gives the same bits")
             rank.expect(run.metrics["comm/compression_ratio"] > 1, f"{name}: fewer bytes")
-    for name, codec in CODECS.items():
-        if codec().contraction:
-            with rank.attempt(name):
-                run = train(rank, CoCoD, compression=codec())
-                rank.expect(rank.same(run.end) and run.end.isfinite().all(), f"{name}: replicas equal and finite at the end")
+    for name in [*(name for name, codec in CODECS.items() if codec().contraction), PowerSGD.name]:
+        with rank.attempt(name):
+            run = train(rank, CoCoD, compression=name)
+            rank.expect(rank.same(run.end) and run.end.isfinite().all(), f"{name}: replicas equal and finite at the end")
 
 
 def spoiling(rank: Rank, value: float) -> Callable[[int, nn.Module], None]:
