@@ -22,10 +22,11 @@ from lightning_cocod.compression import (
     Threshold,
     TopK,
     pack,
+    selection,
     unpack,
 )
 from lightning_cocod.compression.randomk import places
-from lightning_cocod.compression.selection import largest
+from lightning_cocod.compression.selection import largest, stride
 
 ROWS = 4000
 
@@ -112,11 +113,25 @@ def test_the_largest_are_found_whatever_the_sample_says(n, kind):
     elif kind == "few":
         x[torch.rand(n, generator=generator) > 0.001] = 0
     elif kind == "misleading":  # what a strided sample sees is large
-        x[:: max(1, n // min(1 << 16, max(1 << 12, n >> 6)))] += 10
+        x[:: stride(n)] += 10
         x[1] = 99
     for k in (1, 7, n // 100, n // 2, n - 1, n):
         expected = torch.sort(x.abs(), descending=True, stable=True).indices[:k].sort().values
         assert torch.equal(largest(x, k), expected)
+
+
+def test_of_many_values_few_are_compared(monkeypatch):
+    """But all of them where the sample misleads."""
+    compared = []
+    kth_largest = selection.kth_largest
+    monkeypatch.setattr(selection, "kth_largest", lambda sizes, k: compared.append(len(sizes)) or kth_largest(sizes, k))
+    n, k = 300_001, 3000
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    largest(x, k)
+    assert k <= compared[-1] <= 2 * k
+    x[:: stride(n)] += 10
+    largest(x, 2 * n // stride(n))
+    assert compared[-1] == n
 
 
 @given(vectors(most=14), st.floats(0.05, 1))

@@ -29,7 +29,9 @@ from lightning_cocod.compression import (
     Threshold,
     TopK,
     as_compression,
+    numpy_ops,
     pack,
+    sign,
     unpack,
 )
 from lightning_cocod.compression import bits as bits_
@@ -116,7 +118,7 @@ def test_numbers_are_packed_from_the_lowest_bit_on(bits, n, seed):
     code = torch.empty(bits_.packed(n, bits), dtype=torch.uint8)
     bits_.pack(numbers.clone(), bits, code)
     assert bytes(code.tolist()) == stream.to_bytes(len(code), "little")
-    assert torch.equal(bits_.unpack(code, bits_.signed(bits), torch.empty(n, dtype=torch.int8)), numbers)
+    assert torch.equal(bits_.unpack(code, bits_.signed(bits), n), numbers)
 
 
 @pytest.mark.parametrize("codec", [c for c in VARIANTS if not c.stochastic and not isinstance(c, TopK)], ids=repr)
@@ -130,6 +132,27 @@ def test_a_code_is_the_codes_of_its_blocks(codec):
         part = x[start : start + block]
         assert torch.equal(whole[start : start + block], unpack(codec, pack(codec, part), part))
     assert torch.equal(whole[-3:], unpack(codec, pack(codec, x[-3:]), x[-3:]))
+
+
+@each
+@pytest.mark.parametrize("n", [1, 1003, SPAN + 11])
+def test_codes_are_the_same_on_devices_where_numpy_does_nothing(codec, n, monkeypatch):
+    x = torch.randn(n, generator=seeded())
+    x[::5] = -0.0
+    with_numpy = pack(codec, x, seeded(1))
+    for module in (bits_, numpy_ops, sign):
+        monkeypatch.setattr(module, "on_cpu", lambda tensor: False)
+    for name in ("signbit", "packbits", "flatnonzero", "partition", "greater_equal"):
+        monkeypatch.setattr(numpy_ops.np, name, None)
+    assert torch.equal(pack(codec, x, seeded(1)), with_numpy)
+
+
+def test_values_that_require_gradients_have_codes():
+    x = torch.randn(100, generator=seeded())
+    for codec in VARIANTS:
+        code = torch.empty(codec.nbytes(100), dtype=torch.uint8)
+        codec.encode(x.clone().requires_grad_(), code, seeded(1))
+        assert torch.equal(code, pack(codec, x, seeded(1)))
 
 
 # Memory

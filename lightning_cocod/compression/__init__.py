@@ -1,4 +1,4 @@
-"""Bytes for a tensor and back: codecs without state, error feedback, and the arithmetic of PowerSGD. Knows torch only."""
+"""Bytes for a tensor and back: codecs without state, error feedback, PowerSGD's arithmetic. Knows torch and NumPy only."""
 
 from lightning_cocod.compression.absmax import Int4, Int8, TernGrad
 from lightning_cocod.compression.casts import BF16, FP16, Identity

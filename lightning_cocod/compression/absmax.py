@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_cocod.compression.blocks import HUGE, TINY, BlockCodec, block_length
+from lightning_cocod.compression.bits import unpack_nibbles
+from lightning_cocod.compression.blocks import HUGE, TINY, BlockCodec, Scratch, block_length
+from lightning_cocod.compression.memory import constant
 from lightning_cocod.compression.rounding import stochastic_
 from lightning_cocod.options import flag
 
@@ -47,18 +50,29 @@ class Absmax(BlockCodec):
         return 1 / self.Q
 
     def _quantise(
-        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
+        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Scratch, generator: torch.Generator | None
     ) -> None:
-        largest(x, scales, scratch)
-        scales.clamp_(TINY, HUGE)
-        torch.mul(x, self.Q / scales, out=scratch)
-        levels.copy_(stochastic_(scratch.clamp_(-self.Q, self.Q), generator) if self.stochastic else scratch.round_())
+        values, words, factors = scratch
+        least, most, Q = (constant(value, torch.float32, x.device) for value in (TINY, HUGE, self.Q))
+        torch.abs(x, out=values)  # magnitudes have the order of their bits, as whole numbers, which compare faster
+        torch.amax(words, dim=1, keepdim=True, out=scales.view(torch.int32))
+        torch.clamp(scales, least, most, out=scales)
+        torch.div(Q, scales, out=factors)
+        if self.stochastic:
+            torch.mul(x, factors, out=values).clamp_(-self.Q, self.Q)
+            levels.copy_(stochastic_(values, generator))
+        else:
+            torch.addcmul(_rounding(self.block, x.device)[:, : x.shape[1]], x, factors, out=values)
+            levels.copy_(words)  # the lowest byte of each
 
 
-def largest(x: Tensor, sizes: Tensor, scratch: Tensor) -> None:
-    """sizes ← max|x| of each row. Magnitudes have the order of their bits, as whole numbers, which compare faster."""
-    torch.abs(x, out=scratch)
-    torch.amax(scratch.view(torch.int32), dim=1, keepdim=True, out=sizes.view(torch.int32))
+@cache
+def _rounding(length: int, device: torch.device) -> Tensor:
+    """A row of 1.5·2²³. What is added to it is rounded to a whole number, the lowest bits of the sum.
+
+    A row, as a sum with one number of two dimensions less is not vectorised.
+    """
+    return torch.full((1, length), 1.5 * 2.0**23, device=device)
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,14 @@ class Int4(Absmax):
     def __post_init__(self) -> None:
         block_length(self.block)
         flag("stochastic", self.stochastic)
+
+    @property
+    def unit(self) -> float:
+        """1/16Q: levels are decoded 16 times as large."""
+        return super().unit / 16
+
+    def _levels(self, code: Tensor, n: int) -> Tensor:
+        return unpack_nibbles(code, n)
 
 
 @dataclass(frozen=True)

@@ -11,32 +11,55 @@ from torch import Tensor
 
 from lightning_cocod.compression.bits import pack, packed, signed, unpack
 from lightning_cocod.compression.codec import Codec
-from lightning_cocod.compression.memory import load, new, span, store
+from lightning_cocod.compression.memory import constant, load, new, span, store
 from lightning_cocod.options import whole
 
 TINY, HUGE = 2.0**-119, 2.0**128 * (1 - 2.0**-20)  # scales lie between: 127 / scale and 127 · (scale / 127) are finite
 
 
-class Part(NamedTuple):
-    """Elements from ``start`` on: ``spans`` spans of ``blocks`` blocks of ``length`` elements."""
+class Rows(NamedTuple):
+    """Elements from ``start`` on: ``blocks`` blocks of ``length`` elements, a row each."""
 
     start: int
-    spans: int
     blocks: int
     length: int
 
+    def of(self, flat: Tensor) -> Tensor:
+        """These elements, one being an element of ``flat``. A view in a single call: a span's calls show."""
+        return flat.as_strided((self.blocks, self.length), (self.length, 1), flat.storage_offset() + self.start)
 
-def parts(n: int, block: int, device: torch.device) -> Iterator[Part]:
-    """All of n elements: in equal spans, then the other whole blocks, then the last block where it is shorter."""
-    whole, step = n // block, span(n, device, block) // block
-    spans = whole // step
-    for part in (
-        Part(0, spans, step, block),
-        Part(spans * step * block, 1, whole - spans * step, block),
-        Part(whole * block, 1, 1, n % block),
-    ):
-        if part.spans * part.blocks * part.length:
-            yield part
+    def scales_of(self, flat: Tensor, block: int) -> Tensor:
+        """Their scales, of shape (blocks, 1)."""
+        return flat.as_strided((self.blocks, 1), (1, 1), flat.storage_offset() + self.start // block)
+
+
+def spans_of_rows(n: int, block: int, device: torch.device) -> Iterator[Rows]:
+    """All of n elements: the whole blocks, a span at a time, then the last block where it is shorter."""
+    whole, step = n - n % block, span(n, device, block)
+    for start in range(0, whole, step):
+        yield Rows(start, min(step, whole - start) // block, block)
+    if whole < n:
+        yield Rows(whole, 1, n - whole)
+
+
+class Scratch(NamedTuple):
+    """Memory for one span. Whatever is in it is overwritten.
+
+    Attributes:
+        values: float32 of shape (blocks, elements).
+        words: int32, the same memory.
+        sizes: float32 of shape (blocks, 1).
+    """
+
+    values: Tensor
+    words: Tensor
+    sizes: Tensor
+
+
+def scratch_for(x: Tensor, rows: Rows) -> Scratch:
+    """On the device of x."""
+    values = x.new_empty(rows.blocks, rows.length)
+    return Scratch(values, values.view(torch.int32), x.new_empty(rows.blocks, 1))
 
 
 def block_length(value: object) -> int:
@@ -77,7 +100,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _quantise(
-        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
+        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Scratch, generator: torch.Generator | None
     ) -> None:
         """Scales and levels of some blocks.
 
@@ -85,47 +108,39 @@ class BlockCodec(Codec):
             x: float32 of shape (blocks, elements).
             scales: (blocks, 1). Overwritten.
             levels: int8, like x. Overwritten.
-            scratch: float32, like x. Overwritten.
+            scratch: for as many.
             generator: see encode.
         """
+
+    def _levels(self, code: Tensor, n: int) -> Tensor:
+        """n levels out of a code, as int8."""
+        return unpack(code, self.values, n)
 
     def nbytes(self, n: int) -> int:
         """⌈n·bits/8⌉ + 4⌈n/block⌉."""
         return packed(n, self.bits) + 4 * -(-n // self.block)
 
     def _encode(self, x: Tensor, code: Tensor, generator: torch.Generator | None) -> None:
-        end = packed(x.numel(), self.bits)
-        scales = x.new_empty(-(-x.numel() // self.block))
-        for part, xs, ss, cs in self._spans(x, scales, code[:end]):
-            shape = (part.blocks, part.length)
-            scratch = new(x, torch.float32, part.blocks * part.length).view(shape)
-            levels = new(x, torch.int8, part.blocks * part.length)
-            for values, s, c in zip(xs, ss, cs, strict=True):
-                if self.bits == 8:
-                    self._quantise(values, s, c.view(torch.int8).view(shape), scratch, generator)
-                else:
-                    self._quantise(values, s, levels.view(shape), scratch, generator)
-                    pack(levels, self.bits, c)
+        bits, end, scales, scratch = self.bits, packed(x.numel(), self.bits), x.new_empty(-(-x.numel() // self.block)), None
+        packing = bits < 8
+        memory = new(x, torch.int8, span(x.numel(), x.device, self.block)) if packing else code[:end].view(torch.int8)
+        for rows in spans_of_rows(x.numel(), self.block, x.device):
+            if scratch is None or scratch.values.shape != rows[1:]:
+                scratch = scratch_for(x, rows)
+            levels = (rows._replace(start=0) if packing else rows).of(memory)
+            self._quantise(rows.of(x), rows.scales_of(scales, self.block), levels, scratch, generator)
+            if packing:
+                pack(levels.view(-1), bits, self._code(code, rows))
         store(scales, code[end:])
 
     def _decode(self, code: Tensor, out: Tensor) -> None:
         end = packed(out.numel(), self.bits)
-        scales = load(code[end:], torch.float32) * self.unit
-        for part, outs, ss, cs in self._spans(out, scales, code[:end]):
-            levels = new(out, torch.int8, part.blocks * part.length)
-            for values, s, c in zip(outs, ss, cs, strict=True):
-                values.copy_(unpack(c, self.values, levels).view_as(values)).mul_(s)
+        scales = load(code[end:], torch.float32) * constant(self.unit, torch.float32, out.device)
+        for rows in spans_of_rows(out.numel(), self.block, out.device):
+            levels = self._levels(self._code(code, rows), rows.blocks * rows.length)
+            values = rows.of(out)
+            values.copy_(levels.view_as(values)).mul_(rows.scales_of(scales, self.block))
 
-    def _spans(
-        self, x: Tensor, scales: Tensor, code: Tensor
-    ) -> Iterator[tuple[Part, tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """Each part with its spans of values, scales and code. A view takes a microsecond, so there are as few as can be."""
-        for part in parts(x.numel(), self.block, x.device):
-            size, first = part.spans * part.blocks * part.length, part.start // self.block
-            here = slice(part.start * self.bits // 8, packed(part.start + size, self.bits))
-            yield (
-                part,
-                x[part.start : part.start + size].view(part.spans, part.blocks, part.length).unbind(),
-                scales[first : first + part.spans * part.blocks].view(part.spans, part.blocks, 1).unbind(),
-                code[here].view(part.spans, -1).unbind(),
-            )
+    def _code(self, code: Tensor, rows: Rows) -> Tensor:
+        """The levels' part of a code that stands for these elements."""
+        return code[rows.start * self.bits // 8 : packed(rows.start + rows.blocks * rows.length, self.bits)]

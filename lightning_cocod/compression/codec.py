@@ -57,7 +57,7 @@ class Codec(ABC):
             ValueError: the memory does not have this form.
         """
         self._check(x, code)
-        self._encode(x.float(), code, generator)
+        self._encode(x.detach().float(), code, generator)
 
     @torch.no_grad()
     def decode(self, code: Tensor, out: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_cocod.compression.blocks import BlockCodec, block_length
+from lightning_cocod.compression.blocks import BlockCodec, Scratch, block_length
 
 _SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 
@@ -55,10 +55,10 @@ class E3M0(BlockCodec):
         return True
 
     def _quantise(
-        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
+        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Scratch, generator: torch.Generator | None
     ) -> None:
-        exponent = scratch.view(torch.int32)
-        torch.abs(x, out=scratch)
+        exponent = scratch.words
+        torch.abs(x, out=scratch.values)
         exponent.add_(1 << 22).bitwise_right_shift_(23)  # of the nearest power of two, biased by 127
         top = exponent.amax(dim=1, keepdim=True).clamp_(7, 254)
         exponent.sub_(top - 7).clamp_(0, 7).sub_(x.view(torch.int32).bitwise_right_shift(31), alpha=8)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
 
 SPAN = 1 << 17  # elements a codec works on at a time: about 1 MiB with scratch; of less, the calls into torch would show
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether there are caches to stay in, results can be looked at without waiting, and NumPy sees the memory."""
+    return tensor.device.type == "cpu"
 
 
 def span(n: int, device: torch.device, multiple: int = 1) -> int:
@@ -24,7 +30,14 @@ def spans(n: int, device: torch.device) -> Iterator[slice]:
 
 def new(like: Tensor, dtype: torch.dtype, n: int) -> Tensor:
     """Scratch of n elements on the device of another tensor, in memory of a multiple of 8 bytes."""
-    return torch.empty(-(-n // 8) * 8, dtype=dtype, device=like.device)[:n]
+    memory = torch.empty(-(-n // 8) * 8, dtype=dtype, device=like.device)
+    return memory[:n] if n % 8 else memory
+
+
+@cache
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a tensor, with which a small call takes half as long as with one of Python's."""
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def store(values: Tensor, code: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_cocod.compression.bits import pack, packed, unpack
 from lightning_cocod.compression.codec import Codec
 from lightning_cocod.compression.memory import new, span, spans
+from lightning_cocod.compression.numpy_ops import signs
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,12 @@ class Natural(Codec):
             # A random mantissa, added, carries into the exponent with the probability of rounding up.
             r.random_(0, 1 << 23, generator=generator).add_(bits & 0x7FFFFFFF).bitwise_right_shift_(23)
             code[here] = r.clamp_(0, 254)
-            levels.copy_(torch.bitwise_right_shift(bits, 31, out=r))
+            signs(x[here], levels)
             pack(levels, 1, code[n + here.start // 8 : n + packed(here.stop, 1)])
 
     def _decode(self, code: Tensor, out: Tensor) -> None:
-        n, room = out.numel(), span(out.numel(), out.device)
-        memory = new(out, torch.int8, room)
+        n = out.numel()
         for here in spans(n, out.device):
-            levels = unpack(code[n + here.start // 8 : n + packed(here.stop, 1)], (0, -1), memory[: here.stop - here.start])
+            levels = unpack(code[n + here.start // 8 : n + packed(here.stop, 1)], (0, -1), here.stop - here.start)
             bits = out[here].view(torch.int32)
             bits.copy_(levels).bitwise_left_shift_(31).bitwise_or_(code[here].int().bitwise_left_shift_(23))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_cocod.compression.blocks import HUGE, TINY, BlockCodec, block_length
+from lightning_cocod.compression.blocks import HUGE, TINY, BlockCodec, Scratch, block_length
 from lightning_cocod.compression.rounding import stochastic_
 from lightning_cocod.options import flag, whole
 
@@ -70,10 +70,10 @@ class QSGD(BlockCodec):
         return True
 
     def _quantise(
-        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
+        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Scratch, generator: torch.Generator | None
     ) -> None:
         s = self.levels
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64)
         scales.copy_(norm.clamp_(TINY, HUGE))
-        torch.mul(x, s / scales, out=scratch).clamp_(-s, s)
-        levels.copy_(stochastic_(scratch, generator))
+        torch.mul(x, s / scales, out=scratch.values).clamp_(-s, s)
+        levels.copy_(stochastic_(scratch.values, generator))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cocod.compression.memory import new, span, spans
+from lightning_cocod.compression.memory import span, spans
+from lightning_cocod.compression.numpy_ops import at_least, kth_largest, places
 
 
 def largest(x: Tensor, k: int) -> Tensor:
@@ -18,33 +19,34 @@ def largest(x: Tensor, k: int) -> Tensor:
     where = _above(x, _threshold(x, k))
     if where.numel() < k:  # the sample has misled
         where = torch.arange(x.numel(), device=x.device)
-    size = x[where].abs_().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    least = size.topk(k, sorted=False).values.amin()
-    keep = size > least
-    ties = (size == least).nonzero().view(-1)
-    keep[ties[: k - int(keep.sum())]] = True
-    return where[keep]
+    sizes = x.index_select(0, where).abs_().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    least = kth_largest(sizes, k)
+    flags = torch.empty(sizes.shape, dtype=torch.bool, device=x.device)
+    at_least(sizes, least, flags)
+    chosen = places(flags)
+    if (more := chosen.numel() - k) > 0:
+        flags[places(sizes == least)[-more:]] = False
+        chosen = places(flags)
+    return where.index_select(0, chosen)
 
 
 def _threshold(x: Tensor, k: int) -> Tensor:
-    """A magnitude that k values or some more most probably reach: four deviations below the sample's share k/n."""
-    stride = max(1, x.numel() // min(1 << 16, max(1 << 12, x.numel() >> 6)))
-    sample = x[::stride].abs()
+    """A magnitude that k values or some more most probably reach: three deviations below the sample's share k/n."""
+    sample = x[:: stride(x.numel())].abs()
     expected = k * sample.numel() / x.numel()
-    rank = int(expected + 4 * expected**0.5) + 4
-    return sample.topk(min(rank, sample.numel()), sorted=False).values.amin()
+    rank = int(expected + 3 * expected**0.5) + 4
+    return kth_largest(sample, min(rank, sample.numel()))
+
+
+def stride(n: int) -> int:
+    """Of n values every so many-th is in the sample: 2¹³ to 2¹⁶ of them, or all."""
+    return max(1, n // min(1 << 16, max(1 << 13, n >> 6)))
 
 
 def _above(x: Tensor, threshold: Tensor) -> Tensor:
     """Indices of the magnitudes that are not below a threshold, in ascending order."""
     n = x.numel()
-    hits = torch.empty(-(-n // 8) * 8, dtype=torch.int8, device=x.device)
-    hits[n:] = 0
-    scratch = new(x, torch.float32, span(n, x.device))
+    flags, scratch = torch.empty(n, dtype=torch.bool, device=x.device), x.new_empty(span(n, x.device))
     for here in spans(n, x.device):
-        size = torch.abs(x[here], out=scratch[: here.stop - here.start])
-        hits[here].copy_(torch.ge(size, threshold, out=size))
-    eights = hits.view(torch.int64)  # nonzero takes its time for each element, so for eight at once where there is nothing
-    some = eights.nonzero().view(-1)
-    each = eights[some].view(torch.int8).nonzero().view(-1)
-    return some[each >> 3].mul_(8).add_(each & 7)
+        at_least(torch.abs(x[here], out=scratch[: here.stop - here.start]), threshold, flags[here])
+    return places(flags)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_cocod.compression.blocks import HUGE, BlockCodec, block_length
+from lightning_cocod.compression.blocks import HUGE, BlockCodec, Scratch, block_length
+from lightning_cocod.compression.memory import on_cpu
+from lightning_cocod.compression.numpy_ops import signs
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,20 @@ class ScaledSign(BlockCodec):
         return True
 
     def _quantise(
-        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Tensor, generator: torch.Generator | None
+        self, x: Tensor, scales: Tensor, levels: Tensor, scratch: Scratch, generator: torch.Generator | None
     ) -> None:
-        n = x.shape[1]
-        down = 1 << (n - 1).bit_length()  # a power of two, exactly: the sum itself may overflow
-        torch.sum(torch.abs(x, out=scratch).mul_(1 / down), dim=1, keepdim=True, out=scales)
-        scales.div_(n / down).clamp_(max=HUGE)
-        levels.copy_(torch.bitwise_right_shift(x.view(torch.int32), 31, out=scratch.view(torch.int32)))
+        mean_size(x, scales, scratch.values)
+        signs(x, levels)
+
+
+def mean_size(x: Tensor, means: Tensor, scratch: Tensor) -> None:
+    """means ← mean|x| of each row, finite also where the sum is not."""
+    torch.abs(x, out=scratch)
+    if on_cpu(x):  # where it costs little to have a look
+        torch.mean(scratch, dim=1, keepdim=True, out=means)
+        if math.isfinite(means.sum()):
+            return
+    n = x.shape[1]
+    down = 1 << (n - 1).bit_length()  # a power of two, exactly
+    torch.sum(scratch.mul_(1 / down), dim=1, keepdim=True, out=means)
+    means.div_(n / down).clamp_(max=HUGE)

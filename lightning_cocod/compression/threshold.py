@@ -63,8 +63,6 @@ class Threshold(Codec):
             pack(levels, 2, code[here.start // 4 : packed(here.stop, 2)])
 
     def _decode(self, code: Tensor, out: Tensor) -> None:
-        room = span(out.numel(), out.device)
-        memory = new(out, torch.int8, room)
         for here in spans(out.numel(), out.device):
             part = code[here.start // 4 : packed(here.stop, 2)]
-            out[here].copy_(unpack(part, signed(2), memory[: here.stop - here.start])).mul_(self.threshold)
+            out[here].copy_(unpack(part, signed(2), here.stop - here.start)).mul_(self.threshold)

@@ -56,7 +56,7 @@ class TopK(Codec):
         k = code.numel() // 8
         index = largest(x, k)
         store(index.int(), code[: 4 * k])
-        store(x[index], code[4 * k :])
+        store(x.index_select(0, index), code[4 * k :])
 
     def _decode(self, code: Tensor, out: Tensor) -> None:
         half = code.numel() // 2
