@@ -3,6 +3,9 @@
 import copy
 import functools
 import itertools
+import subprocess
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from lightning_cocod.algorithms import (
     WhileSmall,
     two_way,
 )
-from lightning_cocod.comm import NonFiniteMessage
+from lightning_cocod.comm import MessageMismatch, NonFiniteMessage
 from lightning_cocod.comm.coded_shards import CodedPush
 from lightning_cocod.compression import FP16, QSGD, Identity, Int8, RandomK, ScaledSign, TernGrad, TopK
 
@@ -404,16 +407,216 @@ def test_nothing_is_lost_when_a_parameter_joins():
     assert ẽ.abs().max() > 1e-4
 
 
+# Buckets that nobody sends, between others that are at work
+
+
+def with_a_resting_group(rank, n):
+    """Three groups of a bucket each; the middle one has a rate of 0. How far x is from what S-SGD makes of it."""
+    two_way.BUCKET_BYTES = 2 << 20
+    parameters = [nn.Parameter(torch.zeros(500_000)) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": [p], "lr": η} for p, η in zip(parameters, (0.1, 0.0, 0.1), strict=True)])
+    identity = {"compression": Identity(), "server_compression": Identity(), "overlap": False}
+    expected = [torch.zeros(500_000) for _ in range(3)]
+    with CompSkipDSGD(nn.ParameterList(parameters), optimizer, **identity) as algo:
+        for t in range(5):
+            for number, (p, x, η) in enumerate(zip(parameters, expected, (0.1, 0.0, 0.1), strict=True)):
+                generators = [torch.Generator().manual_seed(100 * i + 10 * t + number) for i in range(n)]
+                gradients = [torch.randn(500_000, generator=generator) for generator in generators]
+                p.grad = gradients[rank]
+                x.sub_(sum(gradients), alpha=η / n)
+            algo.step()
+        return max(float((p - x).abs().max()) for p, x in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_bucket_that_nobody_sends_leaves_the_memory_of_others_alone(n):
+    assert max(run_ranks(with_a_resting_group, n, timeout=LIMIT)) < 1e-5
+
+
+# Several optimizers, and parameters that rest
+
+
+def stepped(how):
+    """Both optimizers' x after some steps; the first one steps in every second batch only."""
+    model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+    for p in model.parameters():
+        nn.init.constant_(p, 0.1)
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in model]
+    identity = {"compression": Identity(), "server_compression": Identity()}
+    with CompSkipDSGD(model, optimizers, worker_skip=2 if how == "seldom" else None, **identity) as algo:
+        for t in range(8):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (model[0](torch.ones(1, 5)) - model[1](torch.ones(1, 5)) - 1).square().mean().backward()
+            if how == "at once":
+                algo.step()
+                continue
+            if how == "one by one":
+                algo.before_step()
+                for optimizer in optimizers:
+                    algo.step(optimizer.step)
+            for optimizer in optimizers[t % 2 :] if how == "seldom" else []:
+                algo.before_step(optimizer)
+                algo.step(optimizer.step)
+            algo.after_step()
+    return flat(model[0].parameters()), flat(model[1].parameters())
+
+
+def all_stepped(rank, n):
+    return [stepped(how) for how in ("at once", "one by one", "seldom")]
+
+
+def test_optimizers_that_step_one_after_the_other_step_plainly():
+    for at_once, one_by_one, _ in run_ranks(all_stepped, 2, timeout=LIMIT):
+        assert all(map(torch.equal, at_once, one_by_one))
+
+
+def test_a_skip_counts_the_steps_of_its_optimizer():
+    for *_, seldom in run_ranks(all_stepped, 2, timeout=LIMIT):
+        for x in seldom:
+            assert (x - 0.1).abs().max() > 1e-3
+
+
+def frozen(rank, n):
+    """What the first layer is while it is frozen, and how much is lost."""
+    two_way.BUCKET_BYTES = 256
+    model = Model()
+    optimizer = torch.optim.SGD(groups(model), 0.1)
+    positions, total, initial = [], 0, flat(model.parameters())
+    with CompSkipDSGD(model, optimizer, compression=TopK(ratio=0.1), server_compression=TopK(ratio=0.2)) as algo:
+        for t in range(STEPS):
+            model.first.requires_grad_(not 4 <= t < 9)
+            optimizer.zero_grad()
+            model(data(rank, t)).backward()
+            g = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+            total += rates_of(model, optimizer) * g
+            algo.step()
+            positions.append(flat([model.first]))
+        (server,) = algo.servers.values()
+        residuals = server.residuals(algo.subject("residuals"))
+        e, ẽ = (rates_of(model, optimizer) * flat([residuals[p][i] for p in model.parameters()]) for i in (0, 1))
+        return torch.stack(positions), flat(model.parameters()) - ẽ - initial, total, e
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_frozen_parameter_rests_and_loses_nothing(n):
+    ranks = run_ranks(frozen, n, timeout=LIMIT)
+    positions, virtual, _, _ = ranks[0]
+    assert (positions[4:9] == positions[3]).all()
+    assert not torch.equal(positions[2], positions[3])
+    assert not torch.equal(positions[9], positions[8])
+    e, total = (torch.stack([rank[which] for rank in ranks]).mean(0) for which in (3, 2))
+    assert (virtual - e + total).abs().max() < TOL
+
+
+def with_a_frozen_group(rank, n):
+    model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+    with DistEFSGD(model, optimizer) as algo:
+        for t in range(6):
+            if t == 2:
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            if t == 4:
+                before = flat(model[1].requires_grad_(True).parameters())
+            optimizer.zero_grad()
+            (model[0](torch.ones(1, 5)) + model[1](torch.ones(1, 5)) - 1).square().mean().backward()
+            algo.step()
+        return torch.equal(flat(model[1].parameters()), before)
+
+
+def test_a_group_may_join_frozen():
+    assert run_ranks(with_a_frozen_group, 2, timeout=LIMIT) == [False, False]
+
+
+class Owner(nn.Linear):
+    """A module with a rule for skips."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        self.asked = 0
+
+    def rule(self, step, bucket, values):
+        self.asked += 1
+        return False
+
+
+def asking_a_method(rank, n):
+    model = Owner()
+    with CompSkipDSGD(model, torch.optim.SGD(model.parameters(), 0.1), worker_skip=model.rule) as algo:
+        for _ in range(3):
+            model(torch.ones(1, 5)).square().mean().backward()
+            algo.step()
+        return model.asked
+
+
+def test_a_method_is_asked_of_its_own_object():
+    assert run_ranks(asking_a_method, 2, timeout=LIMIT) == [3, 3]
+
+
+def kept_gradient(rank, n):
+    model = nn.Linear(5, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with DistEFSGD(model, optimizer) as algo:
+        model(torch.ones(1, 5)).square().mean().backward()
+        gradient = weakref.ref(model.weight.grad)
+        algo.step()
+        optimizer.zero_grad()
+        algo.comm.mean_([torch.zeros(1)], 1.0, algo.subject("another message")).wait()
+        return gradient() is None
+
+
+def test_gradients_are_not_kept_from_one_step_to_the_next():
+    assert run_ranks(kept_gradient, 2, timeout=LIMIT) == [True, True]
+
+
 # What is refused, or does not reach others
+
+
+def with_a_rule(rank, rules):
+    model = nn.Linear(5, 5)
+    with CompSkipDSGD(model, torch.optim.SGD(model.parameters(), 0.1), worker_skip=rules[rank]) as algo:
+        for _ in range(6):
+            model(torch.ones(1, 5)).square().mean().backward()
+            algo.step()
+
+
+def with_other_rules(rank, n, rules):
+    with pytest.raises(MessageMismatch, match="every rank needs the same model, the same options"):
+        with_a_rule(rank, rules)
+
+
+@pytest.mark.parametrize("rules", [(2, 3), (2, 0.5), (WhileSmall(1.5), 2), (Randomly(0.4), Randomly(0.4, seed=1))], ids=str)
+def test_ranks_that_know_other_senders_are_told(rules):
+    run_ranks(with_other_rules, 2, rules, timeout=LIMIT)
+
+
+class Own(torch.optim.SGD):
+    """A subclass that changes nothing about the step."""
+
+
+def test_a_subclass_is_sgd_whether_or_not_sgd_has_been_made_before():
+    program = (
+        "import torch; from lightning_cocod.algorithms import DistEFSGD; model = torch.nn.Linear(2, 2);"
+        "Own = type('Own', (torch.optim.SGD,), {}); DistEFSGD(model, Own(model.parameters(), 0.1))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"needs torch\.optim\.SGD, not Other"):
+        DistEFSGD(model, type("Other", (Own,), {"step": lambda self: None})(model.parameters(), 0.1))
 
 
 def change(rank, what):
     model = Model()
-    optimizer = torch.optim.SGD(groups(model), 0.1)
+    model.unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*groups(model), {"params": [model.unused]}], 0.1)
     with DistEFSGD(model, optimizer) as algo:
         model(data(rank, 0)).backward()
         if what == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        elif what == "given":
+            algo.after_backward()
+            model.unused.grad = torch.ones(3, dtype=torch.float64)
         elif what == "rate":
             optimizer.param_groups[0]["lr"] = 0.2
         else:
@@ -423,7 +626,7 @@ def change(rank, what):
 
 def changed(rank, n):
     said = []
-    for what in ("clip", "rate", "second"):
+    for what in ("clip", "given", "rate", "second"):
         with pytest.raises(RuntimeError) as error:
             change(rank, what)
         said.append(str(error.value))
@@ -432,8 +635,9 @@ def changed(rank, n):
 
 
 def test_what_has_been_sent_cannot_be_changed():
-    for clip, rate, second in run_ranks(changed, 2, timeout=LIMIT):
+    for clip, given, rate, second in run_ranks(changed, 2, timeout=LIMIT):
         assert "a gradient was changed after it had been sent" in clip
+        assert "a gradient was changed after it had been sent" in given
         assert "the learning rate was changed between backward and the step" in rate
         assert "a second backward in one step" in second
 

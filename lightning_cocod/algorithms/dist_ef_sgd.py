@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from inspect import unwrap
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -35,7 +37,8 @@ class DistEFSGD(Pushing):
 
     The optimizer's step is x ← x − η C(q), with its momentum and weight decay set to 0 while it lasts: they have been
     applied. Clip gradients before the step, each worker its own, and with ``overlap=False``: what has been sent cannot be
-    changed. A parameter without a gradient on a worker gets nothing from it, weight decay included.
+    changed. A parameter without a gradient on a worker gets nothing from it, weight decay included; one that has none on any
+    worker rests, as under SGD, and what would have moved it stays in ẽ.
 
     A worker that is alone trains plainly. Memory beyond the parameters, gradients and optimizer: a copy of the gradients in
     float32 or wider, which e is, two shards, and some 20 MiB for codes and buckets.
@@ -80,12 +83,13 @@ class DistEFSGD(Pushing):
                 "the learning rate or clip gradients"
             )
         for opt in self.optimizers:
-            if not isinstance(opt, SGD) or type(opt).step is not SGD.step:
+            if not isinstance(opt, SGD) or unwrap(type(opt).step) is not unwrap(SGD.step):  # torch wraps it when one is made
                 raise ValueError(f"{self.name} is a way of doing SGD, and needs torch.optim.SGD, not {type(opt).__name__}")
         members = [p for opt in self.optimizers for group in opt.param_groups for p in group["params"]]
         if len(set(members)) < len(members):
             raise ValueError(f"{self.name} needs optimizers without a parameter in common: each has residuals of its own")
         self._due: list[TwoWay] = []
+        self._answered: list[TwoWay] = []  # whose optimizers have yet to make their step
 
     def directions(self) -> tuple[Direction, Direction]:
         """To the server, and from it."""
@@ -95,6 +99,11 @@ class DistEFSGD(Pushing):
         """Without residuals."""
         assert isinstance(optimizer, SGD)
         return TwoWay(optimizer, self.comm, *self.directions())
+
+    def _serve(self) -> None:
+        super()._serve()
+        for server in self._of(None):
+            self._hooks_of_servers.append(server.optimizer.register_step_post_hook(partial(self._on_step, server)))
 
     # The verbs
 
@@ -109,11 +118,17 @@ class DistEFSGD(Pushing):
         if update is None:
             return super().step(scaler=scaler)
         due, self._due = self._due, []
+        self._answered = [server for server in self._answered if server not in due]
+        for server in due:
+            self._exchange(server)
+            self._answered.append(server)
         with ExitStack() as stack:
-            for server in due:
-                self._exchange(server)
+            for server in self._answered:
                 stack.enter_context(server.plain())
             return super().step(update)
+
+    def _on_step(self, server: TwoWay, *_: Any) -> None:
+        self._answered = [other for other in self._answered if other is not server]
 
     def _exchange(self, server: TwoWay) -> None:
         """g ← U."""
@@ -126,11 +141,13 @@ class DistEFSGD(Pushing):
         assert push is not None  # begun
         push.wait()
         answer.wait()
+        if push.lacking:
+            server.keep(server.present(self.subject("gradients present")))
 
     def release(self) -> None:
         """No hook is left."""
         super().release()
-        self._due = []
+        self._due, self._answered = [], []
 
     def _renew(self) -> None:
         """New servers, which go on where the older ones were."""

@@ -27,7 +27,7 @@ class Skip(ABC):
         """Whether a bucket is kept.
 
         Args:
-            step: optimizer steps attempted so far.
+            step: of the optimizer, counted from 0.
             who: the rank, or ``SERVER``.
             bucket: number of the bucket.
             values: what would be sent; None where a rule that is ``foreseen`` is asked about others.
@@ -132,6 +132,10 @@ class Asked(Skip):
 
     def __init__(self, function: Callable[[int, int, Tensor], bool]) -> None:
         self.function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Asked:
+        """The same function: a method is asked of its object, not of a copy."""
+        return self
 
     def __call__(self, step: int, who: int, bucket: int, values: Tensor | None) -> bool:
         """That."""

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.skipping import SERVER, Sending, Skip
 from lightning_cocod.comm import Group, Message, Subject
-from lightning_cocod.comm.buckets import in_the_order_of, summed_in
+from lightning_cocod.comm.buckets import in_memory_order, in_the_order_of, summed_in
 from lightning_cocod.comm.coded_shards import CodeRows, Coding
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.gate import Gate
@@ -57,14 +57,17 @@ class TwoWay(Outgoing):
         self.down = Sending(copy.deepcopy(down.skip), [SERVER] * n, rank)
         self._up = Coding(up.compression, self.up, CodeRows())
         self._down = Coding(down.compression, self.down, CodeRows())
+        self.steps = 0
+        """Of this optimizer so far: what rules for skips count, as another one may step more often."""
         self.η_before = [0.0] * len(optimizer.param_groups)
         """The last learning rate of each group that was not 0."""
         self.η, self.r = self._rates()
-        self._pushed: dict[int, tuple[Tensor, int]] = {}
+        self._pushed: dict[int, tuple[Tensor | None, int]] = {}
 
     def _rates(self) -> tuple[list[float], list[float]]:
         """η and r of each group; r = 1 where there is none."""
         η = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.η_before += [0.0] * (len(η) - len(self.η_before))  # of groups that are new, and all of whose parameters rest
         return η, [b / a if a and b else 1.0 for a, b in zip(η, self.η_before, strict=True)]
 
     # The worker
@@ -74,7 +77,8 @@ class TwoWay(Outgoing):
         self.η, self.r = self._rates()
         silent = {b for b in range(len(self.layout)) if self.η[self._group(b)] == 0}
         for sending in (self.up, self.down):
-            sending.step, sending.silent = subject.step, silent
+            sending.step, sending.silent = self.steps, silent
+        self.steps += 1
         self._pushed = {}
         super().begin(subject)
 
@@ -88,8 +92,8 @@ class TwoWay(Outgoing):
     def take(self, number: int, *, free: bool = True) -> None:
         """A parameter's gradient is complete. It must rest from now on."""
         super().take(number, free=free)
-        if (gradient := self.x[number].grad) is not None:
-            self._pushed[number] = gradient, gradient._version
+        gradient = self.x[number].grad
+        self._pushed[number] = gradient, _version(gradient)
 
     def value(self, number: int) -> Tensor | None:
         """d; None where there is no gradient: then neither momentum nor weight decay is this worker's."""
@@ -124,13 +128,14 @@ class TwoWay(Outgoing):
         Raises:
             RuntimeError: they are not.
         """
-        for number, (gradient, version) in self._pushed.items():
-            if self.x[number].grad is not gradient or gradient._version != version:
+        pushed, self._pushed = self._pushed, {}  # gradients are not kept until the next backward
+        for number, (gradient, version) in pushed.items():
+            if self.x[number].grad is not gradient or _version(gradient) != version:
                 raise RuntimeError(
                     "a gradient was changed after it had been sent in backward: use overlap=False to clip gradients, or to "
                     "change them in another way"
                 )
-        if [float(group["lr"]) for group in self.optimizer.param_groups] != self.η:
+        if [float(group["lr"]) for group in self.optimizer.param_groups][: len(self.η)] != self.η:
             raise RuntimeError(
                 "the learning rate was changed between backward and the step, and what was sent depends on it: use "
                 "overlap=False, or change it before backward"
@@ -157,6 +162,23 @@ class TwoWay(Outgoing):
         return self.comm.coded_pull_(
             self.E, [p.grad for p in self.x if p.grad is not None], self.layout, self._down, subject
         )
+
+    @torch.no_grad()
+    def keep(self, present: Sequence[bool]) -> None:
+        """ẽ ← ẽ + U of parameters that are not present, which rest: they lose their U."""
+        for bucket, E in enumerate(self.E):
+            first = self.comm.rank * E.numel()
+            for piece in self.layout.parts(bucket):
+                begin = max(piece.offset, first)
+                end = min(piece.offset + piece.stop - piece.start, first + E.numel())
+                if not present[piece.index] and begin < end:
+                    U = self.x[piece.index].grad
+                    assert U is not None  # it has been pulled
+                    at = piece.start - piece.offset
+                    E[begin - first : end - first].add_(in_memory_order(U)[begin + at : end + at])
+        for p, there in zip(self.x, present, strict=True):
+            if not there:
+                p.grad = None
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -192,14 +214,16 @@ class TwoWay(Outgoing):
         torch._foreach_copy_(self.E, self.own(self.g))
         self.g.copy_([e for e, _ in both], keep=False)
         self.η_before[: len(older.η_before)] = older.η_before
+        self.steps = older.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals of this worker and of its shard, what the rules remember, and the last learning rates."""
+        """The residuals of this worker and of its shard, what the rules remember, the last learning rates, and steps."""
         return {
             "e": [flat.clone() for flat in self.g.buckets],
             "ẽ": [shard.clone() for shard in self.E],
             "skips": [self.up.rule.state_dict(), self.down.rule.state_dict()],
             "η": list(self.η_before),
+            "steps": self.steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -212,7 +236,7 @@ class TwoWay(Outgoing):
             self._copy(mine, state[name])
         for sending, remembered in zip((self.up, self.down), state["skips"], strict=True):
             sending.rule.load_state_dict(remembered)
-        self.η_before = list(state["η"])
+        self.η_before, self.steps = list(state["η"]), state["steps"]
 
     def _copy(self, mine: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         if [t.shape for t in mine] != [t.shape for t in values]:
@@ -222,3 +246,7 @@ class TwoWay(Outgoing):
             )
         for tensor, value in zip(mine, values, strict=True):
             tensor.copy_(value)
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version

@@ -7,6 +7,7 @@ or a byte from each tells it, bucket by bucket.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -71,17 +72,19 @@ class Coded:
         self.how, senders, self.rows = coding
         self.rank, self.n, self.step = rank, world_size, step
         self._senders, self._asked = senders, set[int]()
+        self._known = [senders.known(bucket) for bucket in range(len(layout))]
         self.of: dict[int, list[int]] = {}
         """Who sends a bucket, once it is known."""
-        self.repeats = any(senders.known(bucket) is None for bucket in range(len(layout)))
-        self.fingerprint = layout.fingerprint ^ fingerprint(self.how.codec)
+        self.repeats = None in self._known
+        self.fingerprint = layout.fingerprint ^ fingerprint(self.how.codec) ^ _digest(self._known)
+        """Of the layout, the codec, and who is known to send: all workers must know the same."""
         self.code_sizes = [self.how.codec.nbytes(n // world_size) for n in layout.sizes()]
         """Bytes of the code of a shard of each bucket."""
         self.sent = self.received = 0
 
     def ask(self, bucket: int, values: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """A byte from each to all, where it is not known who sends."""
-        known = self._senders.known(bucket)
+        known = self._known[bucket]
         if known is not None:
             self.of[bucket] = [rank for rank, sends in enumerate(known) if sends]
             return None
@@ -143,7 +146,7 @@ class CodedPush(Push):
 
     @property
     def fingerprint(self) -> int:
-        """The layout's and the codec's."""
+        """The layout's, the codec's and the senders'."""
         return self._coded.fingerprint
 
     @property
@@ -207,7 +210,7 @@ class CodedPull(Collective):
 
     @property
     def fingerprint(self) -> int:
-        """The layout's and the codec's."""
+        """The layout's, the codec's and the senders'."""
         return self._coded.fingerprint
 
     @property
@@ -255,6 +258,11 @@ class CodedPull(Collective):
     def uncompressed(self, rank: int, world_size: int) -> int:
         """That of a pull of all values."""
         return sum(q.numel() * q.element_size() for q in self._q) * (world_size - 1)
+
+
+def _digest(known: Sequence[Sequence[bool] | None]) -> int:
+    whose = repr([None if senders is None else list(map(bool, senders)) for senders in known])
+    return int.from_bytes(hashlib.sha256(whose.encode()).digest()[:7], "big")
 
 
 def _real(flat: Tensor) -> Tensor:

@@ -315,8 +315,12 @@ def _carry_out(
             else:
                 at_work.append((bucket, memory, following))
 
+    def memory_is_in_use(bucket: int) -> bool:
+        # Buckets that nobody sends are not at work: how many others are does not tell.
+        return any(earlier <= bucket - IN_FLIGHT for earlier, _, _ in at_work)
+
     for bucket in range(len(collective.layout)):
-        while at_work and (len(at_work) == IN_FLIGHT or not (collective.repeats or gate is None or gate.is_open(bucket))):
+        while at_work and (memory_is_in_use(bucket) or not (collective.repeats or gate is None or gate.is_open(bucket))):
             finish_oldest()
         if gate is not None:
             for _, _, work in () if gate.is_open(bucket) else at_work:
