@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -17,6 +18,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
+from support.warm import Warm
 
 from lightning_cocod.cli import ranks, train
 from lightning_cocod.cli.build import check, make
@@ -24,7 +26,8 @@ from lightning_cocod.cli.conf_dir import conf_dir
 from lightning_cocod.workloads import InputError
 
 COMMAND = [sys.executable, "-m", "lightning_cocod.cli.train"]
-TINY = ["trainer.max_epochs=1", "trainer.limit_train_batches=4", "trainer.limit_val_batches=1"]
+LIMITS = ["trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
+TINY = ["trainer.max_epochs=1", *LIMITS]
 LIMIT = 240  # seconds until a run counts as hung; on two busy cores a sweep of three jobs took 80
 NAMES = (
     "cd_sgd, co2, cocod, compskip_dsgd, dc_s3gd, ddp, diloco, dist_ef_sgd, eager_diloco, flex_compress_sgd, local_sgd, "
@@ -40,16 +43,18 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def cocod_train(folder: Path, *arguments: str, command=COMMAND) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+def cocod_train(
+    folder: Path, *arguments: str, command=COMMAND, spares: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in new interpreters or, with a number of `spares`, in warm ones."""
+    popen = subprocess.Popen if spares is None else partial(Warm, spares=spares)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with popen([*command, *arguments], cwd=folder, env=environment(folder), **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def images(root: Path, classes: int = 2) -> Path:
@@ -275,7 +280,7 @@ def test_sweep_is_refused_under_a_launcher(in_process, monkeypatch):
     assert "without torchrun or srun" in output.err
 
 
-# End to end
+# End to end. The default run is one of new interpreters, the others are warm ones.
 
 
 def only(paths) -> Path:
@@ -332,7 +337,7 @@ def test_csv_holds_the_vocabulary(tmp_path, default_run):
 
 
 def test_sweep_over_strategies(tmp_path):
-    result = cocod_train(tmp_path, "-m", "strategy=ddp,cocod", "trainer.log_every_n_steps=2", *TINY)
+    result = cocod_train(tmp_path, "-m", "strategy=ddp,cocod", "trainer.log_every_n_steps=2", *TINY, spares=4)
     assert result.returncode == 0, result.stderr
     table = result.stdout[result.stdout.index("sweep trainer.") :]
     assert re.findall(r"strategy=(\w+)", table) == ["ddp", "cocod"]
@@ -351,7 +356,7 @@ def test_sweep_over_strategies(tmp_path):
 
 def test_sweep_over_numbers_of_ranks(tmp_path):
     data = ["data=synthetic", "data.shape=[3,8,8]", "data.length=64", "data.batch_size=8"]
-    result = cocod_train(tmp_path, "-m", "trainer.devices=2,1", "trainer.max_epochs=1", "logger=csv", *data)
+    result = cocod_train(tmp_path, "-m", "trainer.devices=2,1", "trainer.max_epochs=1", "logger=csv", *data, spares=3)
     assert result.returncode == 0, result.stderr
     with only(tmp_path.rglob("sweep.csv")).open() as file:
         rows = list(csv.DictReader(file))
@@ -362,7 +367,7 @@ def test_failing_job_of_a_sweep_does_not_end_it(tmp_path):
     root = images(tmp_path / "images")
     (root / "train/c1/1.png").write_bytes(b"junk")
     data = ["data=imagefolder", f"data.root={root}", "data.image_size=8", "logger=none", "trainer.devices=2"]
-    result = cocod_train(tmp_path, "-m", "delay.period=0,1", *data)
+    result = cocod_train(tmp_path, "-m", "delay.period=0,1", *data, spares=4)
     assert result.returncode == 1
     assert [line.partition(": ")[0] for line in result.stderr.splitlines()] == ["cocod-train", "cocod-train"]
     invalid, damaged = result.stderr.splitlines()
@@ -374,7 +379,7 @@ def test_failing_job_of_a_sweep_does_not_end_it(tmp_path):
 
 def test_torchrun_starts_the_ranks_and_one_folder_is_made(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *COMMAND[1:]]
-    result = cocod_train(tmp_path, *TINY, "logger=csv", command=torchrun)
+    result = cocod_train(tmp_path, *TINY, "logger=csv", command=torchrun, spares=2)
     assert result.returncode == 0, result.stderr
     summary = json.loads(only(tmp_path.rglob("summary.json")).read_text())
     assert summary["ranks"] == 2
@@ -385,7 +390,7 @@ def test_torchrun_starts_the_ranks_and_one_folder_is_made(tmp_path):
 def test_unreachable_master_is_one_line(tmp_path, monkeypatch):
     for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
         monkeypatch.setenv(name, str(value))
-    result = cocod_train(tmp_path, "strategy.connect_timeout=0.5", "logger=none")
+    result = cocod_train(tmp_path, "strategy.connect_timeout=0.5", "logger=none", spares=0)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert "rank 1 cannot reach the master at 127.0.0.1:9 within 0.5 s" in result.stderr
@@ -403,7 +408,8 @@ def test_unreachable_master_is_found_under_ddp_too(monkeypatch):
 
 def test_sigterm_ends_all_ranks(tmp_path):
     command = [*COMMAND, "trainer.max_epochs=100000", "trainer.limit_train_batches=4", "logger=none", "progress=none"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True) as process:
+    pipe = {"stdout": subprocess.PIPE, "text": True}
+    with Warm(command, spares=2, cwd=tmp_path, env=environment(tmp_path), **pipe) as process:
         try:
             assert process.stdout.readline() == "starting 2 ranks ...\n"
             assert "2 rank(s)" in process.stdout.readline()  # training begins

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from support.ranks import run_ranks, run_ranks_raw
 from support.toys import STRATEGIES, Toy, flat, has, loader, trainer
+from support.warm import Warm
 
 import lightning_cocod
 from lightning_cocod import CoCoDStrategy
@@ -51,10 +53,11 @@ def environment(**variables):
     return {**inherited, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in variables.items()}}
 
 
-def start(command, folder, **variables):
-    return subprocess.Popen(
-        command, cwd=folder, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start(command, folder, spares=None, **variables):
+    """In a new interpreter or, with a number of `spares`, in a warm one."""
+    popen = subprocess.Popen if spares is None else partial(Warm, spares=spares)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return popen(command, cwd=folder, env=environment(**variables), **pipes)
 
 
 def finish(*processes, limit=240):
@@ -83,7 +86,7 @@ def assert_trained(results, folder, ranks=(0, 1)):
     assert all(torch.equal(replicas[0], other) for other in [*replicas, *returned])
 
 
-# Fresh processes take seconds, and nothing in a launch depends on the algorithm: each launcher meets one strategy.
+# New interpreters take seconds, and nothing in a launch depends on the algorithm: each launcher meets one strategy.
 
 
 def test_lightnings_own_launcher(script, tmp_path):

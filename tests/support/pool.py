@@ -30,15 +30,15 @@ STACK_LIMIT = 2.0
 
 WORKER_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["pytest", "lightning.pytorch", "lightning_cocod"])
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["pytest", "lightning_cocod.cli.train", "torch.distributed.run"])  # and all they import
 
 
 class WorkerDied(Exception):
     """The worker process ended without a word."""
 
 
-class Forked(_processes.Process):
+class Forked(processes.Process):
     def __init__(self, stacks, channel):
         super().__init__(name="worker")
         self.stacks, self.channel = stacks, channel
@@ -51,13 +51,18 @@ class Forked(_processes.Process):
         script.main(self.channel, self.stacks.detach())
 
 
+def start(process):
+    """The first start starts the server as well, which keeps these variables."""
+    with mock.patch.dict(os.environ, WORKER_ENV):
+        process.start()
+
+
 class Worker:
     def __init__(self):
-        self.channel, theirs = _processes.Pipe()
+        self.channel, theirs = processes.Pipe()
         self.stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (open as long as the worker)
-        with mock.patch.dict(os.environ, WORKER_ENV):
-            self.process = Forked(self.stacks.fileno(), theirs)
-            self.process.start()
+        self.process = Forked(self.stacks.fileno(), theirs)
+        start(self.process)
         theirs.close()
         self.ready = False
         self.clean = True

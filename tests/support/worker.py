@@ -15,13 +15,16 @@ traceback must not wait for that.
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
 import random
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -72,8 +75,41 @@ def warm_up():
         import tqdm
 
         tqdm.tqdm.monitor_interval = 0  # its monitor thread would count as left over
+    wait_for_stores()
     gc.collect()
     gc.freeze()  # nothing imported so far needs to be looked at again: the collection after each call stays cheap
+
+
+def wait_for_stores():
+    """Let whoever asks for rank 0's store look every few milliseconds, for a second, whether it listens already.
+
+    Once refused, torch's own client sleeps for 250 to 750 ms, and the strategies for 200. Ranks start at the same moment
+    here, so that every second call would. What is said of a store that does not come, and when, stays theirs.
+    """
+    from lightning_cocod.strategies import base
+
+    torchs = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of that name
+    for module, name in ((torchs, "_create_c10d_store"), (base, "check_master")):
+        setattr(module, name, patient(getattr(module, name)))
+
+
+def patient(function):
+    @functools.wraps(function)
+    def waits(host, port, rank, *args, **kwargs):
+        end = time.monotonic() + 1.0
+        while rank != 0 and not listens(host, port) and time.monotonic() < end:
+            time.sleep(0.002)
+        return function(host, port, rank, *args, **kwargs)
+
+    return waits
+
+
+def listens(host, port):
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError as error:
+        return not isinstance(error, ConnectionRefusedError)
+    return True
 
 
 @contextlib.contextmanager
