@@ -1,0 +1,100 @@
+"""What an algorithm sends, counted twice: by its own ledger, and by the kernel for the connections of this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from bytes_formulas import Case
+from torch import nn
+
+from lightning_cocod import algorithms
+from lightning_cocod.algorithms import Algorithm
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    kind.name: kind
+    for kind in (getattr(algorithms, name) for name in algorithms.__all__)
+    if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
+}
+
+
+class Sent(NamedTuple):
+    """Bytes a step of one rank.
+
+    Attributes:
+        counted: ``comm/sent_bytes``; nothing where torch.distributed is called directly.
+        written: to its connections, with what the transport adds, and acknowledgements of its own.
+    """
+
+    counted: float | None
+    written: float
+
+
+def written() -> int:
+    """Bytes that this process has written to the TCP connections that are open, those to the store (heartbeats) left out."""
+    total, store = 0, int(os.environ["MASTER_PORT"])
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # it is gone, or not connected
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as it:
+                if it.family not in (socket.AF_INET, socket.AF_INET6) or store in (it.getsockname()[1], it.getpeername()[1]):
+                    continue
+                info = it.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            (waiting,) = struct.unpack_from("=I", info, 144)  # of struct tcp_info, Linux 4.19 and later
+            sent, again = struct.unpack_from("=QQ", info, 200)
+            total += sent - again + waiting
+    return total
+
+
+def measure(case: Case, model: nn.Module) -> Sent:
+    """What this rank sends. Collective, in a process group that is there.
+
+    There is no forward and no backward: gradients are random at first, and then what an algorithm leaves of them. The
+    readings are taken at the same phase of rounds, and after the communication thread has done what it has been told, so
+    that the messages between them are whole.
+    """
+
+    def gradients() -> None:
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.empty_like(p).uniform_(-1e-3, 1e-3)
+
+    model.zero_grad(set_to_none=True)
+    if case.algorithm == "all-reduce":
+
+        def all_reduce() -> None:
+            gradients()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+
+        return _between(all_reduce, lambda: (0.0, written()), case)._replace(counted=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ALGORITHMS[case.algorithm](model, optimizer, **case.options) as algo:
+
+        def step() -> None:
+            gradients()
+            algo.step()
+
+        def reading() -> tuple[float, int]:
+            algo.comm.do(lambda: None, algo.subject("reading")).wait()
+            return algo.metrics()["comm/sent_bytes"], written()
+
+        return _between(step, reading, case)
+
+
+def _between(step: Callable[[], None], reading: Callable[[], tuple[float, int]], case: Case) -> Sent:
+    for _ in range(case.window):
+        step()
+    begun = reading()
+    for _ in range(case.window):
+        step()
+    counted, on_wire = ((b - a) / case.window for a, b in zip(begun, reading(), strict=True))
+    return Sent(counted, on_wire)
