@@ -144,6 +144,6 @@ def unfit(headers: list[Header], ranks: Sequence[int], *, skip: bool) -> tuple[i
         message, whose = headers[broken[0]], ", ".join(str(ranks[number]) for number in broken)
         raise NonFiniteMessage(
             f"{message.algorithm}/{message.kind} at step {message.step}: NaN or infinity in the message of rank "
-            f"{whose}; nothing was sent; lower the learning rate or clip gradients"
+            f"{whose}; nobody applies it; lower the learning rate or clip gradients"
         )
     return broken
