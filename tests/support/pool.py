@@ -31,7 +31,8 @@ STACK_LIMIT = 2.0
 WORKER_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["pytest", "lightning_cocod.cli.train", "torch.distributed.run"])  # and all they import
+# Not the workloads: with joblib, which they import, every process has semaphores in shared memory as long as it lives.
+processes.set_forkserver_preload(["pytest", "lightning.pytorch", "lightning_cocod"])
 
 
 class WorkerDied(Exception):
