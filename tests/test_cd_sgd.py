@@ -145,3 +145,25 @@ def test_options_are_refused_in_one_line():
             CDSGD(model, sgd, **options)
     adam = torch.optim.Adam(model.parameters())
     assert CDSGD(model, adam).local_update.needs_sgd is False
+
+
+def in_even_batches(rank, n):
+    """Of two optimizers the second steps in every other batch, and counts its own steps."""
+    first, second = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in (first, second)]
+    whole = []
+    with CDSGD(torch.nn.Sequential(first, second), optimizers, compress_steps=2) as algo:
+        for t in range(8):
+            for optimizer in optimizers if t % 2 == 0 else optimizers[:1]:
+                optimizer.zero_grad()
+                second(first(torch.ones(2, 4))).square().mean().backward()
+                algo.before_step(optimizer)
+                if optimizer is optimizers[1]:
+                    whole.append(algo.servers[optimizer].whole)
+                algo.step(optimizer.step)
+            algo.after_step()
+    return whole
+
+
+def test_each_optimizer_counts_its_own_steps():
+    assert run_ranks(in_even_batches, 2, timeout=LIMIT) == [[False, True, False, True]] * 2

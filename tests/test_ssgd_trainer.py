@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 from torch import nn
 
-from lightning_cocod.strategies import SSGDStrategy
+from lightning_cocod.strategies import ODSGDStrategy, SSGDStrategy
 
 DDP = "ddp_find_unused_parameters_true"
 
@@ -159,19 +159,26 @@ class Looks(Plain):
         assert all(p.grad is None for p in self.parameters())
 
 
+class Halves(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.div_(2)
+
+
 def warned(rank, n):
     said = []
-    for module in (Looks(), Plain()):
+    for module, strategy in ((Looks(), SSGDStrategy()), (Plain(), SSGDStrategy()), (Halves(), ODSGDStrategy())):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            fit(module, SSGDStrategy(), n, "", max_steps=1)
-        said.append([str(w.message) for w in found if "p.grad is None in" in str(w.message)])
+            fit(module, strategy, n, "", max_steps=1)
+        said.append([str(w.message) for w in found if str(w.message).startswith("Gradients ")])
     return said
 
 
 def test_who_looks_for_gradients_in_hooks_is_warned():
-    (looking, plain), (on_other_rank, _) = run_ranks(warned, 2, timeout=30)
+    (looking, plain, halving), (on_other_rank, *_) = run_ranks(warned, 2, timeout=30)
     assert "p.grad is None in Looks.on_before_optimizer_step" in looking[0]
+    assert "have been sent before Halves.on_before_optimizer_step" in halving[0]
     assert plain == on_other_rank == []
 
 

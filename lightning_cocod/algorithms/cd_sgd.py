@@ -85,13 +85,15 @@ class CDSGD(SSDSGD):
         return CodedServer(optimizer, self.comm, shared, compression=self.codes)
 
     def _begin(self, server: Outgoing) -> None:
-        cast(CodedServer, server).whole = self.when.synchronous(self.t) or (self.t + 1) % self.compress_steps == 0
+        coded = cast(CodedServer, server)
+        coded.whole = self.when.synchronous(self.t) or (coded.steps + 1) % self.compress_steps == 0
         super()._begin(server)
 
     def _renew(self) -> None:
         for server in self._of(None):
             server.acknowledged()
-        residuals = {opt: server.residuals() for opt, server in self.servers.items()}
+        older = dict(self.servers)
+        residuals = {opt: server.residuals() for opt, server in older.items()}
         super()._renew()
         for opt, server in self.servers.items():
-            server.continue_from(residuals[opt])
+            server.continue_from(older[opt], residuals[opt])

@@ -58,10 +58,12 @@ class CodedServer(BackgroundServer):
         self._coding = Coding(compression, Everybody(comm.world_size), CodeRows())
         self.whole = True
         """Whether the step's gradients travel as they are."""
+        self.steps = 0
+        """Of this optimizer so far, as another one may step more often."""
 
     def begin(self, subject: Subject) -> None:
         """What is filled from now on is g, or p."""
-        self.pieces = self._places[self.whole]
+        self.pieces, self.steps = self._places[self.whole], self.steps + 1
         super().begin(subject)
 
     def put(self, number: int, place: Tensor, values: Tensor | None) -> None:
@@ -83,17 +85,19 @@ class CodedServer(BackgroundServer):
         self.e.copy_to(e, keep=False)
         return dict(zip(self.x, e, strict=True))
 
-    def continue_from(self, residuals: dict[nn.Parameter, Tensor]) -> None:
-        """Go on with those, and with 0 of parameters that are new."""
+    def continue_from(self, older: CodedServer, residuals: dict[nn.Parameter, Tensor]) -> None:
+        """Go on where another one was, and with 0 of parameters that are new."""
         e = [residuals.get(p, torch.zeros_like(p, dtype=summed_in(p.dtype))) for p in self.x]
         self.e.copy_(e, keep=False)
+        self.steps = older.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Adds e."""
-        return {**super().state_dict(), "e": [flat.clone() for flat in self.e.buckets]}
+        """Adds e, and the number of steps."""
+        return {**super().state_dict(), "e": [flat.clone() for flat in self.e.buckets], "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue."""
         super().load_state_dict(state)
+        self.steps = state["steps"]
         for flat, value in zip(self.e.buckets, state["e"], strict=True):
             flat.copy_(value)

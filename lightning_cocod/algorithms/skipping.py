@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -74,8 +75,10 @@ class EveryNth(Skip):
 class Randomly(Skip):
     """A step is left out with a probability; by each worker on its own, and all know, as they have the same seed.
 
+    Where it is 1 nothing is ever sent.
+
     Raises:
-        ValueError: the probability is not one below 1.
+        ValueError: the probability is not greater than 0 and at most 1.
     """
 
     foreseen = True
@@ -86,10 +89,16 @@ class Randomly(Skip):
 
     def __call__(self, step: int, who: int, bucket: int, values: Tensor | None) -> bool:
         """A draw that depends on the seed, the step and who it is."""
-        return random.Random(f"{self.seed} {step} {who}").random() < self.probability
+        return _draw(self.seed, step, who) < self.probability
 
     def __repr__(self) -> str:
         return f"Randomly({self.probability}, seed={self.seed})"
+
+
+@lru_cache(maxsize=4096)
+def _draw(seed: int, step: int, who: int) -> float:
+    """A number from 0 to 1, the same on all workers; asked for every bucket."""
+    return random.Random(f"{seed} {step} {who}").random()
 
 
 class WhileSmall(Skip):

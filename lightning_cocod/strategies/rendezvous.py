@@ -44,7 +44,7 @@ def check_master(address: str, port: int, rank: int, timeout: float) -> None:
                     f"rank {rank} cannot reach the master at {address}:{port} within {timeout:g} s ({error}); "
                     f"{look_at}, and that rank 0 is running"
                 ) from None
-        time.sleep(0.2)
+        time.sleep(0.02)
 
 
 @contextmanager

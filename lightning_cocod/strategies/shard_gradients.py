@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+_FREED = (
+    "Gradients are in shards, and p.grad is None in {}: what is read from it or done to it there is lost. Clip with "
+    "gradient_clip_val or self.clip_gradients; in on_before_optimizer_step the optimizer's param_groups have this rank's "
+    "parts, with the mean."
+)
+_SENT = (
+    "Gradients have been sent before {}: p.grad is this rank's own there, and what is done to it reaches this rank's local "
+    "update only, not the server. Clip with gradient_clip_val or self.clip_gradients."
+)
 
 
 class ShardGradients:
@@ -36,8 +45,7 @@ class ShardGradients:
         replaced.method(precision, "clip_grad_by_value", self._clip_by_value)
         if not trainer.lightning_module.automatic_optimization:
             replaced.method(precision, "clip_gradients", self._clip_early)
-        if algorithm.frees_gradients:
-            _warn_of_hooks(trainer)
+        _warn_of_hooks(trainer, _FREED if algorithm.frees_gradients else _SENT)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         self._algorithm.clip_grad_norm_(users(optimizer), clip_val)
@@ -76,7 +84,7 @@ def clips(trainer: pl.Trainer) -> bool:
     return bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", trainer.lightning_module)
 
 
-def _warn_of_hooks(trainer: pl.Trainer) -> None:
+def _warn_of_hooks(trainer: pl.Trainer, what: str) -> None:
     """In automatic optimization the mean is there from the first of these hooks on, and under DDP in ``p.grad``."""
     if not trainer.lightning_module.automatic_optimization:
         return
@@ -86,8 +94,4 @@ def _warn_of_hooks(trainer: pl.Trainer) -> None:
         of_it = [hook for hook in _HOOKS[:2] if getattr(type(callback), hook) is not getattr(Callback, hook)]
         names += [f"{type(callback).__name__}.{hook}" for hook in of_it]
     if names:
-        rank_zero_warn(
-            f"Gradients are in shards, and p.grad is None in {', '.join(names)}: what is read from it or done to it there "
-            "is lost. Clip with gradient_clip_val or self.clip_gradients; in on_before_optimizer_step the optimizer's "
-            "param_groups have this rank's parts, with the mean."
-        )
+        rank_zero_warn(what.format(", ".join(names)))
