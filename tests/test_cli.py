@@ -417,7 +417,7 @@ def test_sigterm_ends_all_ranks(tmp_path):
             assert len(family) >= 2
             process.send_signal(signal.SIGTERM)
             assert process.wait(LIMIT) == 128 + signal.SIGTERM
-            _, alive = psutil.wait_procs(family, timeout=10)
+            _, alive = psutil.wait_procs(family, timeout=60)
             assert alive == []
         finally:
             process.kill()
