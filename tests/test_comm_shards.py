@@ -21,6 +21,10 @@ def about(kind, step=0, **options):
     return Subject("test", kind, step, **options)
 
 
+def alike(n):
+    return about("gradients", weights=(1 / n,) * n)
+
+
 def gradients(rank, dtype=torch.float32):
     generator = torch.Generator().manual_seed(rank)
     shapes = [(7,), (33, 5), (), (4, 3, 2), (1000,), (0,), (257,)]
@@ -51,7 +55,8 @@ def push_and_pull(rank, n, dtype):
     results, x = [], [torch.zeros_like(t) for t in own]
     for step in range(3):  # memory is used again
         g.copy_([t * 2**step for t in own])
-        comm.push_(g, s, W[n][rank], with_rows, opened(comm, layout), about("gradients", step)).wait()
+        subject = about("gradients", step, weights=tuple(W[n]))
+        comm.push_(g, s, with_rows, opened(comm, layout), subject).wait()
         comm.pull_(s, x, layout, about("parameters", step)).wait()
         results.append([t.clone() for t in x])
     comm.close()
@@ -102,7 +107,7 @@ def in_any_order(rank, n):
     for flat in g.buckets:
         flat.fill_(float("nan"))  # as long as it has not been computed
     gate = comm.gate(layout)
-    message = comm.push_(g, s, 1 / n, Rows(), gate, about("gradients"))
+    message = comm.push_(g, s, Rows(), gate, alike(n))
     order = torch.randperm(len(layout), generator=torch.Generator().manual_seed(rank)).tolist()
 
     def backward():
@@ -136,7 +141,7 @@ def never_computed(rank, n):
     layout, g, s = server(comm, own)
     g.copy_(own)
     gate = comm.gate(layout)
-    message = comm.push_(g, s, 1 / n, Rows(), gate, about("gradients"))
+    message = comm.push_(g, s, Rows(), gate, alike(n))
     gate.open(0)
     if rank == 0:
         for bucket in range(len(layout)):
@@ -163,7 +168,7 @@ def not_finite(rank, n, value):
         own[4][500] = value
     layout, g, s = server(comm, own)
     g.copy_(own)
-    message = comm.push_(g, s, 1 / n, Rows(), opened(comm, layout), about("gradients"))
+    message = comm.push_(g, s, Rows(), opened(comm, layout), alike(n))
     try:
         with pytest.raises(NonFiniteMessage, match="rank 1"):
             message.wait()
@@ -184,7 +189,7 @@ def huge(rank, n):
     own = [torch.full((100,), 1e30)]
     layout, g, s = server(comm, own)
     g.copy_(own)
-    comm.push_(g, s, 1 / n, Rows(), opened(comm, layout), about("gradients")).wait()
+    comm.push_(g, s, Rows(), opened(comm, layout), alike(n)).wait()
     comm.close()
     return s[0][0].item()
 
@@ -241,7 +246,7 @@ def without_one(rank, n):
     for bucket in range(len(layout)):
         gate.open(bucket)
     subject = about("gradients", weights=(0.25, 0.5, 0.25), skip=True)
-    message = comm.push_(g, s, subject.weights[rank], Rows(), gate, subject)
+    message = comm.push_(g, s, Rows(), gate, subject)
     message.wait()
     x = [torch.zeros_like(t) for t in own]
     pushed = comm.ledger.totals().sent

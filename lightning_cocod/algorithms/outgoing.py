@@ -99,7 +99,7 @@ class Outgoing:
 
     def send(self, gate: Gate, subject: Subject) -> Message:
         """What is filled from now on."""
-        return self.comm.push_(self.g, self.G, subject.weights[self.comm.rank], self.rows, gate, subject)
+        return self.comm.push_(self.g, self.G, self.rows, gate, subject)
 
     @torch.no_grad()
     def take(self, number: int, *, free: bool = True) -> None:

@@ -140,8 +140,8 @@ class CodedPush(Push):
     """
 
     def __init__(self, p: Buffer, s: Sequence[Tensor], weights: Sequence[float], coded: Coded, gate: Gate) -> None:
-        super().__init__(p, s, weights[coded.rank], coded.n, Rows(), gate)
-        self._coded, self._weights = coded, weights
+        super().__init__(p, s, weights, coded.rank, Rows(), gate)
+        self._coded, self._n = coded, coded.n
         self.repeats = coded.repeats
 
     @property

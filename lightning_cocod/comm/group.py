@@ -122,13 +122,13 @@ class Group(Channel):
         """Of the buckets of a push."""
         return Gate(len(layout), self.lane)
 
-    def push_(self, g: Buffer, s: Sequence[Tensor], weight: float, rows: Rows, gate: Gate, subject: Subject) -> Message:
-        """s ← Σ_j w_j g_j, of every bucket this worker's shard, w_j being each worker's own ``weight``.
+    def push_(self, g: Buffer, s: Sequence[Tensor], rows: Rows, gate: Gate, subject: Subject) -> Message:
+        """s ← Σ_j w_j g_j, of every bucket this worker's shard, w as in the subject.
 
         It sets out at once, and each bucket once its gate is open; then g must rest. Its layout has this group's size as
         its ``multiple``. Raises NonFiniteMessage, when it is waited for, on all workers if one's g is not finite.
         """
-        return self._submit(subject, Push(g, s, weight, self.world_size, rows, gate), fit=True)
+        return self._submit(subject, Push(g, s, subject.weights, self.rank, rows, gate), fit=True)
 
     def pull_(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, subject: Subject) -> Message:
         """x ← the shards s of all workers, of every bucket of their layout, as they are pushed to.

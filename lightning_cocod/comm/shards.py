@@ -38,24 +38,30 @@ class Rows:
 class Push(Collective):
     """s ← Σ_i w_i g_i, added up by the owner of a shard in the order of ranks; s has the dtype of g.
 
-    Buckets set out as their gate opens, while others are still being computed. So whether g is finite is known only in
-    the end, and told in a second header. Where workers that are not are to be left out, all is sent once more.
+    Values travel as they are, and are weighed where they are added up. Buckets set out as their gate opens, while others
+    are still being computed. So whether g is finite is known only in the end, and told in a second header. Where workers
+    that are not are to be left out, all is sent once more; they send zeros then.
 
     Args:
         g: this worker's part.
         s: this worker's shard of each bucket.
-        weight: w of this worker.
-        world_size: number of workers.
+        weights: w of all workers.
+        rank: of this one.
         rows: memory.
         gate: opened for each bucket.
     """
 
     gate: Gate
 
-    def __init__(self, g: Buffer, s: Sequence[Tensor], weight: float, world_size: int, rows: Rows, gate: Gate) -> None:
-        self.layout, self.weight = g.layout, weight
-        self._g, self._s, self._n, self._rows, self.gate = g.buckets, s, world_size, rows, gate
+    def __init__(self, g: Buffer, s: Sequence[Tensor], weights: Sequence[float], rank: int, rows: Rows, gate: Gate) -> None:
+        self.layout, self.gate = g.layout, gate
+        self._g, self._s, self._rows = g.buckets, s, rows
+        self.weigh(rank, weights)
         self._sizes: list[Tensor] = []
+
+    def weigh(self, rank: int, weights: Sequence[float]) -> None:
+        """One that is left out has weight 0."""
+        self._weights, self.weight = list(weights), weights[rank]
 
     def contents(self, bucket: int) -> list[Tensor]:
         """g."""
@@ -67,25 +73,27 @@ class Push(Collective):
         return (0 if finite(self._g, total(sizes)) else NONFINITE) | (LACKING if self.gate.lacking else 0)
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
-        """w g."""
-        if scratch.dtype == self._g[bucket].dtype:
-            torch.mul(self._g[bucket], self.weight, out=scratch)
-        else:  # the product, too, in the dtype of the sum
-            scratch.copy_(self._g[bucket]).mul_(self.weight)
-        self._sizes += norms([scratch])
+        """g, in the dtype of the sum; where that is its own it is sent from where it is."""
+        if scratch.dtype != self._g[bucket].dtype:
+            scratch.copy_(self._g[bucket])
+        self._sizes += norms([self._g[bucket]])
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard to its owner."""
+        as_it_is = self.weight and scratch.dtype == self._g[bucket].dtype
+        sent = self._g[bucket] if as_it_is else scratch
         with transport:
-            rows = self._rows.beside(bucket, scratch)
-            return group.alltoall_base(rows.view(torch.uint8), scratch.view(torch.uint8), [], [])  # not every dtype
+            rows = self._rows.beside(bucket, sent)
+            return group.alltoall_base(rows.view(torch.uint8), sent.view(torch.uint8), [], [])  # not every dtype
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
-        """Add up."""
-        first, *others = self._rows.beside(bucket, scratch).view(self._n, -1)
-        for row in others:
-            first.add_(row)
-        self._s[bucket].copy_(first)
+        """Weigh and add up."""
+        rows = self._rows.beside(bucket, scratch).view(len(self._weights), -1)
+        (w, s), *others = [(w, row) for w, row in zip(self._weights, rows, strict=True) if w]
+        s.mul_(w)
+        for w, row in others:
+            s.add_(row, alpha=w)
+        self._s[bucket].copy_(s)
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """All but the own shard; as much comes in."""
