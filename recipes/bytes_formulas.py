@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lightning_cocod.algorithms.skipping import as_skip
-from lightning_cocod.compression import Codec, as_codec
+from lightning_cocod.compression import Codec, as_compression
 
 WHOLE = 32.0
 """Bits of a value that is not compressed."""
@@ -36,7 +36,7 @@ BITS: dict[str, Callable[[Any], float]] = {
 
 def bits(compression: str | Codec | None) -> float:
     """b(C)."""
-    codec = as_codec(compression)
+    codec = as_compression(compression)
     return WHOLE if codec is None else BITS[codec.name](codec)
 
 

@@ -2,6 +2,7 @@
 
     python recipes/codec_speed.py                                   # the codecs that have a target, on one core
     python recipes/codec_speed.py --only all --mib 1 8 64 --markdown speed.md --csv speed.csv
+    python recipes/codec_speed.py --without-numba                   # where it is installed, as if it were not
     python recipes/codec_speed.py --device cuda --mib 8 64 256
 
 The bandwidth of encode and decode is the bytes of the float32 input a second, whatever a code is long. It is given as a
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 from table_and_plot import markdown
 
-from lightning_cocod.compression import CODECS, Codec, Int4, Int8
+from lightning_cocod.compression import CODECS, Codec, Int4, Int8, compiled
 
 TARGETS = {"sign": 1 / 2, "int8": 1 / 2, "int4": 1 / 2, "topk": 1 / 6}  # of the copy, encode and decode each
 MORE: list[Codec] = [Int8(stochastic=True), Int4(stochastic=True)]
@@ -121,18 +123,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=list(TARGETS), help=f"names of codecs, or all ({' '.join(TARGETS)})")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     parser.add_argument("--csv", type=Path, help="file for the figures")
+    parser.add_argument("--without-numba", action="store_true", help="torch's and NumPy's operations only")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.only if name not in (*CODECS, "all")]:
         parser.error(f"--only: no codec {', '.join(unknown)}; there are {', '.join(CODECS)}")
     if min(options.mib) <= 0 or options.threads < 1 or options.repeats < 1:
         parser.error("--mib, --threads and --repeats must be positive")
+    if options.without_numba:
+        sys.modules["numba"] = None  # type: ignore[assignment]  # importing it raises
+        compiled.kernels.cache_clear()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     codecs = [*(kind() for kind in CODECS.values()), *MORE]
     chosen = [codec for codec in codecs if "all" in options.only or codec.name in options.only]
     rows = [measure(codec, mib, options.repeats, options.device) for codec in chosen for mib in options.mib]
     cells = [[*row.cells(), verdict(row)] for row in rows]
-    table = Table(*HEADER, title=f"On {options.device}, threads of the CPU: {options.threads}, repeats: {options.repeats}")
+    loops = "compiled loops" if compiled.kernels() else "no compiled loops"
+    title = f"On {options.device}, threads of the CPU: {options.threads}, repeats: {options.repeats}, {loops}"
+    table = Table(*HEADER, title=title)
     for line in cells:
         table.add_row(*map(escape, line))
     Console().print(table)

@@ -422,7 +422,7 @@ def test_nan_of_a_rank_ends_the_run_and_is_named(h):
     what, step = ("gradients in the node", 4) if h == 1 else ("node", 6)
     for rank in (2, 3):
         assert ends[rank][0] == "NonFiniteMessage"
-        assert ends[rank][1].startswith(f"cocod/{what} at step {step}: NaN or infinity in the message of rank 3; nothing")
+        assert ends[rank][1].startswith(f"cocod/{what} at step {step}: NaN or infinity in the message of rank 3; nobody")
     for rank in (0, 1):
         assert ends[rank][0] == "PeerLost"
         assert "failed: NonFiniteMessage: cocod/" in ends[rank][1]

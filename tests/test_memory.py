@@ -95,7 +95,7 @@ OTHERS = {
     "SSGD": 2,
     "SSDSGD": 4,
     "ODSGD": 4,
-    "CDSGD": 5,
+    "CDSGD": 4,
     "DistEFSGD": 2,
     "CompSkipDSGD": 2,
 }

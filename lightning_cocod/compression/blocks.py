@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_cocod.compression import compiled
 from lightning_cocod.compression.bits import pack, packed, signed, unpack
 from lightning_cocod.compression.codec import Codec
 from lightning_cocod.compression.memory import constant, load, new, span, store
@@ -121,6 +122,9 @@ class BlockCodec(Codec):
         return packed(n, self.bits) + 4 * -(-n // self.block)
 
     def _encode(self, x: Tensor, code: Tensor, generator: torch.Generator | None) -> None:
+        if (loops := compiled.kernels_for(self.name, x)) and not self.stochastic:
+            compiled.encode(loops, self.block, x, code)
+            return
         bits, end, scales, scratch = self.bits, packed(x.numel(), self.bits), x.new_empty(-(-x.numel() // self.block)), None
         packing = bits < 8
         memory = new(x, torch.int8, span(x.numel(), x.device, self.block)) if packing else code[:end].view(torch.int8)
@@ -134,6 +138,9 @@ class BlockCodec(Codec):
         store(scales, code[end:])
 
     def _decode(self, code: Tensor, out: Tensor) -> None:
+        if loops := compiled.kernels_for(self.name, out):
+            compiled.decode(loops, self.block, self.unit, code, out)
+            return
         end = packed(out.numel(), self.bits)
         scales = load(code[end:], torch.float32) * constant(self.unit, torch.float32, out.device)
         for rows in spans_of_rows(out.numel(), self.block, out.device):

@@ -60,12 +60,32 @@ class ScaledSign(BlockCodec):
 
 def mean_size(x: Tensor, means: Tensor, scratch: Tensor) -> None:
     """means ← mean|x| of each row, finite also where the sum is not."""
+    n = x.shape[1]
     torch.abs(x, out=scratch)
     if on_cpu(x):  # where it costs little to have a look
-        torch.mean(scratch, dim=1, keepdim=True, out=means)
+        torch.div(totals(scratch), n, out=means)
         if math.isfinite(means.sum()):
             return
-    n = x.shape[1]
     down = 1 << (n - 1).bit_length()  # a power of two, exactly
-    torch.sum(scratch.mul_(1 / down), dim=1, keepdim=True, out=means)
-    means.div_(n / down).clamp_(max=HUGE)
+    scaled = totals(scratch.mul_(1 / down)).div_(n / down).clamp_(max=HUGE)
+    if on_cpu(x):  # each block on its own
+        torch.where(means.isfinite(), means, scaled, out=means)
+    else:
+        means.copy_(scaled)
+
+
+def totals(rows: Tensor) -> Tensor:
+    """The sum of each row, in the same order on all processors: torch adds up long rows as suits the processor, but up to
+    four, and up to sixteen that are 64 numbers or more, from first to last. So a row is cut into that many, again and again.
+
+    Returns:
+        (rows, 1).
+    """
+    n = max(8, 1 << (rows.shape[1] - 1).bit_length())
+    if more := n - rows.shape[1]:
+        rows = torch.nn.functional.pad(rows, (0, more))
+    while n > 1:
+        parts = 16 if n >= 1024 else min(4, n)
+        n //= parts
+        rows = rows.view(-1, parts, n).sum(1)
+    return rows
