@@ -205,7 +205,8 @@ def test_an_evaluation_needs_one_copy_more(copies):  # and is seen to: so would 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others_need_the_copies_that_they_promise(copies, name):
-    assert OTHERS[name] - 0.1 < copies[name] < OTHERS[name] + BUCKETS * (1 + OTHERS[name])
+    spare = 2 if name in ("DistEFSGD", "CompSkipDSGD", "CDSGD") else 1  # what a bucket is encoded in comes with two of them
+    assert OTHERS[name] - 0.1 < copies[name] < OTHERS[name] + BUCKETS * (spare + OTHERS[name])
 
 
 @pytest.mark.parametrize("name", WITH_CODES)
@@ -216,7 +217,8 @@ def test_codes_need_the_copies_that_they_promise(copies, name):
 
 @pytest.mark.parametrize("name", WITH_FACTORS)
 def test_factors_need_the_copies_that_codes_need(copies, name):
-    assert WITH_FACTORS[name] - 0.1 < copies[f"{name} powersgd"] < WITH_FACTORS[name] + BUCKETS * (2 + WITH_FACTORS[name])
+    most = WITH_FACTORS[name] + BUCKETS * (3 + WITH_FACTORS[name])  # three buckets, and the factors
+    assert WITH_FACTORS[name] - 0.1 < copies[f"{name} powersgd"] < most
 
 
 if __name__ == "__main__":
