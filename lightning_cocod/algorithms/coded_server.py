@@ -10,30 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.background_server import BackgroundServer
+from lightning_cocod.algorithms.skipping import Never, Sending
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import summed_in
 from lightning_cocod.comm.coded_shards import CodeRows, Coding
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.gate import Gate
-
-
-class Everybody:
-    """All workers send all buckets.
-
-    Args:
-        world_size: how many they are.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._all = [True] * world_size
-
-    def known(self, bucket: int) -> list[bool]:
-        """All do."""
-        return self._all
-
-    def sends(self, bucket: int, values: Tensor) -> bool:
-        """This one does."""
-        return True
 
 
 class CodedServer(BackgroundServer):
@@ -55,7 +37,7 @@ class CodedServer(BackgroundServer):
         self.e = self.layout.buffer(summed=True)
         torch._foreach_zero_(self.e.buckets)
         self._places = {True: self.pieces, False: self.by_parameter(self.e)}
-        self._coding = Coding(compression, Everybody(comm.world_size), CodeRows())
+        self._coding = Coding(compression, Sending(Never(), list(range(comm.world_size)), comm.rank), CodeRows())
         self.whole = True
         """Whether the step's gradients travel as they are."""
         self.steps = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.when import as_when
 
 
-class Pushing(Algorithm):
+class Pushing(Algorithm, ABC):
     """What algorithms with an ``Outgoing`` for each optimizer have in common: when a gradient sets out.
 
     Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``.
@@ -53,9 +54,9 @@ class Pushing(Algorithm):
         self._hooks_of_servers: list[Any] = []
         self._accumulating = False
 
+    @abstractmethod
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> Outgoing:
         """For an optimizer, which has these parameters in common with others."""
-        raise NotImplementedError
 
     def start(self, *, broadcast: bool = True) -> None:
         """x_i ← x_0."""
