@@ -94,7 +94,7 @@ OTHERS = {
     "StreamingDiLoCo": 2.5,
     "SSGD": 2,
     "SSDSGD": 4,
-    "ODSGD": 4.1,  # the tenth: its local update has a parameter's size in memory four times, for a moment
+    "ODSGD": 4.1,  # the tenth: what its local update computes, a parameter at a time
     "CDSGD": 4,
     "DistEFSGD": 2,
     "CompSkipDSGD": 2,
