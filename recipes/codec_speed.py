@@ -5,10 +5,11 @@
     python recipes/codec_speed.py --without-numba                   # where it is installed, as if it were not
     python recipes/codec_speed.py --device cuda --mib 8 64 256
 
-The bandwidth of encode and decode is the bytes of the float32 input a second, whatever a code is long. It is given as a
-fraction of that of `out.copy_(x)`: 1 is as fast as a copy. The copy, encode and decode take turns; figures are medians of
-the repeats, quartiles in brackets. On one thread of the CPU the seconds are those of the
-processor, so that others on the machine disturb less; on CUDA each measurement ends with a synchronisation.
+The bandwidth of encode and decode is the bytes of the float32 input a second, whatever a code is long. The unit is the
+memory's: that of `out.copy_(x)` for 64 MiB, which no cache holds. A copy of as many values as are encoded is a column of
+its own: where they fit into a cache it is faster than 1. These four take turns; figures are medians of the repeats,
+quartiles in brackets. On one thread of the CPU the seconds are those of the processor, so that others on the machine
+disturb less; on CUDA each measurement ends with a synchronisation.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ from table_and_plot import markdown
 
 from lightning_cocod.compression import CODECS, Codec, Int4, Int8, compiled
 
-TARGETS = {"sign": 1 / 2, "int8": 1 / 2, "int4": 1 / 2, "topk": 1 / 6}  # of the copy, encode and decode each
+TARGETS = {"sign": 1 / 2, "int8": 1 / 2, "int4": 1 / 2, "topk": 1 / 6}  # of the memory's copy, encode and decode each
 MORE: list[Codec] = [Int8(stochastic=True), Int4(stochastic=True)]
 LEAST = 0.005  # seconds of a measurement: clocks are coarse
+MEMORY = 2**24  # values of the copy that is the unit
 
 
 class Fraction(NamedTuple):
-    """A bandwidth in copies: the median, and the quartiles over the repeats."""
+    """A bandwidth in that of the memory: the median, and the quartiles over the repeats."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, copies: Sequence[float], times: Sequence[float]) -> Fraction:
-        """From seconds of each repeat."""
-        ratios = sorted(copy / time for copy, time in zip(copies, times, strict=True))
+    def of(cls, memory: Sequence[float], times: Sequence[float]) -> Fraction:
+        """From seconds a value, of each repeat."""
+        ratios = sorted(unit / time for unit, time in zip(memory, times, strict=True))
         return cls(statistics.median(ratios), ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4])
 
     def __str__(self) -> str:
@@ -57,21 +59,24 @@ class Row(NamedTuple):
 
     codec: str
     mib: float
-    copy: float  # GB/s
+    memory: float  # GB/s
+    copy: Fraction
     encode: Fraction
     decode: Fraction
     bytes: float  # of a value's code
 
     def cells(self) -> list[str]:
-        return [self.codec, f"{self.mib:g}", f"{self.copy:.1f}", str(self.encode), str(self.decode), f"{self.bytes:.3f}"]
+        measured = map(str, (self.copy, self.encode, self.decode))
+        return [self.codec, f"{self.mib:g}", f"{self.memory:.1f}", *measured, f"{self.bytes:.3f}"]
 
     def numbers(self) -> list[object]:
-        return [self.codec, self.mib, self.copy, *self.encode, *self.decode, self.bytes]
+        return [self.codec, self.mib, self.memory, *self.copy, *self.encode, *self.decode, self.bytes]
 
 
-HEADER = ["codec", "MiB", "copy, GB/s", "encode, in copies", "decode, in copies", "bytes a value", "target"]
+HEADER = ["codec", "MiB", "memory, GB/s", "copy", "encode", "decode", "bytes a value", "target"]
 QUARTERS = ("", "_low", "_high")
-COLUMNS = ["codec", "mib", "copy_gb_s", *(f"{what}{part}" for what in ("encode", "decode") for part in QUARTERS), "bytes"]
+MEASURED = ("copy", "encode", "decode")
+COLUMNS = ["codec", "mib", "memory_gb_s", *(f"{what}{part}" for what in MEASURED for part in QUARTERS), "bytes"]
 
 
 def seconds(job: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -86,18 +91,25 @@ def seconds(job: Callable[[], object], calls: int, device: torch.device) -> floa
 
 
 def measure(codec: Codec, mib: float, repeats: int, device: torch.device) -> Row:
-    """One row: `repeats` turns of copy, encode and decode."""
+    """One row: `repeats` turns of the memory's copy, a copy, encode and decode."""
     x = torch.randn(max(1, int(mib * 2**18)), device=device)
     n, out = x.numel(), torch.empty_like(x)
+    much = torch.ones(2, MEMORY, device=device)
     code = torch.empty(codec.nbytes(n), dtype=torch.uint8, device=device)
-    jobs = (lambda: out.copy_(x), lambda: codec.encode(x, code), lambda: codec.decode(code, out))
+    jobs = (
+        lambda: much[0].copy_(much[1]),
+        lambda: out.copy_(x),
+        lambda: codec.encode(x, code),
+        lambda: codec.decode(code, out),
+    )
     for job in jobs:
         seconds(job, 1, device)  # first calls allocate and build tables
     calls = [max(1, int(LEAST / max(1e-7, seconds(job, 2, device)))) for job in jobs]
-    turns = [[seconds(job, k, device) for job, k in zip(jobs, calls, strict=True)] for _ in range(repeats)]
-    copies, *taken = zip(*turns, strict=True)
-    encode, decode = (Fraction.of(copies, times) for times in taken)
-    return Row(label(codec), mib, 4 * n / statistics.median(copies) / 1e9, encode, decode, code.numel() / n)
+    values = (MEMORY, n, n, n)
+    turns = [[seconds(job, k, device) / m for job, k, m in zip(jobs, calls, values, strict=True)] for _ in range(repeats)]
+    memory, *taken = zip(*turns, strict=True)
+    copy, encode, decode = (Fraction.of(memory, times) for times in taken)
+    return Row(label(codec), mib, 4 / statistics.median(memory) / 1e9, copy, encode, decode, code.numel() / n)
 
 
 def label(codec: Codec) -> str:
@@ -119,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 8, 64], help="sizes of the float32 values (1 8 64)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (cpu)")
-    parser.add_argument("--repeats", type=int, default=25, help="turns of copy, encode and decode (25)")
+    parser.add_argument("--repeats", type=int, default=25, help="turns (25)")
     parser.add_argument("--only", nargs="+", default=list(TARGETS), help=f"names of codecs, or all ({' '.join(TARGETS)})")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     parser.add_argument("--csv", type=Path, help="file for the figures")

@@ -57,7 +57,7 @@ def push_and_pull(rank, n, dtype):
         g.copy_([t * 2**step for t in own])
         subject = about("gradients", step, weights=tuple(W[n]))
         comm.push_(g, s, with_rows, opened(comm, layout), subject).wait()
-        comm.pull_(s, x, layout, about("parameters", step)).wait()
+        comm.pull_(s, x, layout, with_rows, about("parameters", step)).wait()
         results.append([t.clone() for t in x])
     comm.close()
     return results, len(layout), comm.ledger.totals()
@@ -250,7 +250,7 @@ def without_one(rank, n):
     message.wait()
     x = [torch.zeros_like(t) for t in own]
     pushed = comm.ledger.totals().sent
-    comm.pull_(s, x, layout, about("parameters")).wait()
+    comm.pull_(s, x, layout, Rows(), about("parameters")).wait()
     comm.close()
     moved = 4 * sum(flat.numel() for flat in g.buckets) * (n - 1) // n
     return message.left_out, message.lacking, x, pushed - 2 * _FORMAT.size * (n - 1) == 2 * moved

@@ -134,7 +134,7 @@ class Server(Outgoing):
 
     def pull(self, subject: Subject, into: Sequence[Tensor] | None = None) -> Message:
         """x ← async W, the shards of all workers; or something else like x."""
-        return self.comm.pull_(self.W, [p.detach() for p in into or self.x], self.layout, subject)
+        return self.comm.pull_(self.W, [p.detach() for p in into or self.x], self.layout, self.rows, subject)
 
     def whole_state(self, subject: Subject) -> defaultdict[Tensor, Any]:
         """The optimizer's state as if it had stepped whole parameters. Collective."""

@@ -130,12 +130,12 @@ class Group(Channel):
         """
         return self._submit(subject, Push(g, s, subject.weights, self.rank, rows, gate), fit=True)
 
-    def pull_(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, subject: Subject) -> Message:
+    def pull_(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rows: Rows, subject: Subject) -> Message:
         """x ← the shards s of all workers, of every bucket of their layout, as they are pushed to.
 
         A shard that is not finite is an error whatever the subject says: nobody else has it.
         """
-        return self._submit(replace(subject, skip=False), Pull(s, x, layout))
+        return self._submit(replace(subject, skip=False), Pull(s, x, layout, rows))
 
     def coded_push_(self, p: Buffer, s: Sequence[Tensor], coding: Coding, gate: Gate, subject: Subject) -> Message:
         """s ← Σ_j w_j c_j, of every bucket this worker's shard, w as in the subject; p_i ← p_i − c_i.
