@@ -32,7 +32,7 @@ import forked_ranks
 import lightning as L
 import torch
 from accuracy_results import Point, Result
-from accuracy_runs import OPTIMIZERS, as_run, fits
+from accuracy_runs import OPTIMIZERS, as_run, chosen, fits
 from cifar10_job import Decoded, classifier, decode, strategy
 
 # A name and the strategy's options; ``lr`` is a factor of --lr, ``optimizer`` is sgd (with momentum) or adamw. The outer
@@ -185,7 +185,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--warmup is a fraction in [0, 1), got {options.warmup}")
     try:
         options.seeds, options.ranks = numbers("seeds", options.seeds, 0), numbers("ranks", options.ranks, 1)
-        options.runs = {name: as_run(call) for name, call in chosen(options.runs, options.extra).items()}
+        options.runs = {name: as_run(call) for name, call in chosen(options.runs, options.extra, RUNS).items()}
         check(options)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
@@ -202,25 +202,6 @@ def numbers(name: str, text: str, least: int) -> list[int]:
     if not all(word.strip().isdecimal() and int(word) >= least for word in words):
         raise ValueError(f"--{name} are whole numbers of at least {least} between commas, got {text!r}")
     return list(dict.fromkeys(map(int, words)))
-
-
-def chosen(names: str, extra: Sequence[str]) -> dict[str, str]:
-    """Names and calls.
-
-    Raises:
-        ValueError: nobody has that name, or somebody else has it.
-    """
-    found = {}
-    for name in names.split(",") if names != "none" else []:
-        if name not in RUNS:
-            raise ValueError(f"there is no run {name!r}: choose from {', '.join(RUNS)}, or add it with --extra")
-        found[name] = RUNS[name]
-    for pair in extra:
-        name, equals, call = pair.partition("=")
-        if not equals or not name.isidentifier() or name in RUNS or name in found:
-            raise ValueError(f"--extra is NAME=CALL with a new name of letters, digits and underscores, got {pair!r}")
-        found[name] = call
-    return found
 
 
 def check(options: argparse.Namespace) -> None:

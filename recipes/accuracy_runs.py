@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,3 +92,22 @@ def fits(run: Run, steps: int, epochs: int) -> bool:
         if (step + 1) % steps == 0 and rounds.ends not in (None, step + 1):
             return False
     return True
+
+
+def chosen(names: str, extra: Sequence[str], runs: Mapping[str, str]) -> dict[str, str]:
+    """Names and calls: those of ``runs`` that are named, or none of them, and the extra ones, each ``NAME=CALL``.
+
+    Raises:
+        ValueError: nobody has that name, or somebody else has it.
+    """
+    found = {}
+    for name in names.split(",") if names != "none" else []:
+        if name not in runs:
+            raise ValueError(f"there is no run {name!r}: choose from {', '.join(runs)}, or add it with --extra")
+        found[name] = runs[name]
+    for pair in extra:
+        name, equals, call = pair.partition("=")
+        if not equals or not name.isidentifier() or name in runs or name in found:
+            raise ValueError(f"--extra is NAME=CALL with a new name of letters, digits and underscores, got {pair!r}")
+        found[name] = call
+    return found

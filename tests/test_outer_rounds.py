@@ -204,6 +204,53 @@ def test_eager_diloco_of_one_worker_is_diloco():
     assert distance(positions(paths(2)["eager"]), positions(paths(2)["diloco"])) > 1e-3
 
 
+def unstable_from(n, beta, lr=0.7):
+    """The least part h of the way to the optimum of a quadratic in a round, in hundredths, with which n workers diverge."""
+
+    def grows(h):
+        G = np.array([h / n, h - h / n, 0])  # of θ(t), θ(t − 1), m(t − 1)
+        m = G + np.array([0, 0, beta])
+        step = lr * (G + beta * m)
+        return max(abs(np.linalg.eigvals([np.array([1, 0, 0]) - step, [1, 0, 0], m]))) > 1 + 1e-9
+
+    return next((h for h in np.arange(1, 101) / 100 if grows(h)), None)
+
+
+def test_from_where_on_eager_diloco_is_unstable():
+    assert [unstable_from(n, 0.9) for n in (1, 2, 4, 8, 1e9)] == [None, None, 0.6, 0.46, 0.37]
+    assert [unstable_from(n, 0.5) for n in (1, 2, 4, 8, 1e9)] == [None, None, None, 0.93, 0.81]
+
+
+def farthest(rank, n, h, options):
+    """How far from the optimum of x²/2, after 20 rounds and after 40, of one step that goes the part h of the way each."""
+    x = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    model, sgd = nn.ParameterList([x]), torch.optim.SGD([x], lr=h)
+    far = []
+    with EagerDiLoCo(model, sgd, period=1, timeout=20, **options):
+        for _ in range(2):
+            steps = []
+            for _ in range(20):
+                x.grad = x.detach().clone()
+                sgd.step()
+                steps.append(abs(x.item()))
+            far.append(max(steps))
+    return far
+
+
+@pytest.mark.parametrize(
+    ("n", "h", "options", "stable"),
+    [
+        (2, 0.95, {}, True),
+        (4, 0.55, {}, True),
+        (4, 0.65, {}, False),
+        (4, 0.95, {"outer_momentum": 0.5}, True),
+    ],
+)
+def test_late_parts_with_momentum_are_unstable_for_four_workers_whose_rounds_go_far(n, h, options, stable):
+    for first, second in run_ranks(farthest, n, h, options, timeout=LIMIT):
+        assert (second < first) == stable
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("suffix", ["", ", one step"])
 def test_cocod_is_the_member_with_an_outer_step_of_one_the_delay_and_the_full_own_term(n, suffix):
