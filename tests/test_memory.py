@@ -100,9 +100,9 @@ OTHERS = {
     "CompSkipDSGD": 2,
 }
 """Copies of the parameters that they promise, those for the time of a merge included; two of four fragments in flight."""
-WITH_CODES = {"CoCoD": 2, "LocalSGD": 2, "OverlapLocalSGD": 4, "PipeSGD": 2, "DiLoCo": 5, "EagerDiLoCo": 6}
+WITH_CODES = {"CoCoD": 2, "OverlapLocalSGD": 4, "PipeSGD": 2, "EagerDiLoCo": 6}
 """The same with int8."""
-WITH_FACTORS = {"CoCoD": 2, "PipeSGD": 2}
+WITH_FACTORS = {"CoCoD": 2}
 """The same with PowerSGD."""
 CASES = [
     *(no_algorithm, local_sgd, cocod, cocod_in_consensus),

@@ -18,7 +18,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from support.ranks import run_ranks
-from support.resuming import BATCH, SGD_ONLY, Adam, Augmented, Saver, fit, resume, same, shuffled
+from support.resuming import BATCH, Adam, Augmented, Saver, fit, resume, same, shuffled
 from support.toys import STRATEGIES, VARIANTS, Toy, TwoOptimizers, dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
@@ -224,9 +224,10 @@ class Case:
 
 
 ALL = tuple(STRATEGIES)
-SERVED = ("ssgd", "ssd_sgd", "od_sgd")
-CODED = [name for name in (*ALL, *VARIANTS) if name not in SERVED]
-WARM = [name for name in VARIANTS if name not in ("ssgd", *SGD_ONLY)]
+KINDS = ("cocod", "overlap_local_sgd", "eager_diloco", "streaming_diloco", "pipe_sgd", "ssgd", "ssd_sgd", "dist_ef_sgd")
+"""One of each kind of machinery; "every step" has them all."""
+CODED = [name for name in (*KINDS, "local_sgd", "cd_sgd") if name not in ("ssgd", "ssd_sgd")]
+WARM = ("cocod", "dc_s3gd", "overlap_local_sgd", "streaming_diloco", "ssd_sgd")
 VALIDATION, EPOCH, START, EPOCH_START = (
     "on_validation_end",
     "on_train_epoch_end",
@@ -245,13 +246,13 @@ CASES = {
         world=4,
         every=3,
     ),
-    "within the warm-up": Case(strategy={"warmup_steps": 5}, strategies=(*ALL, *WARM), every=3),
+    "within the warm-up": Case(strategy={"warmup_steps": 5}, strategies=WARM, every=3),
     "periods that change": Case(strategy={"period": {0: 1, 3: 2, 6: 5}}, strategies=ALL, every=3),
     "unequal weights": Case(strategy={"weights": [2, 1]}, strategies=ALL, every=3),
     "within an accumulation": Case(options={"accumulate_grad_batches": 4}, strategies=ALL),
     "an accumulation that grows": Case(Grows, every=3),
     "manual optimization": Case(TwoOptimizers, strategies=ALL, every=5),
-    "parameters that freeze and thaw": Case(Thaws, strategies=(*ALL, *VARIANTS), every=3),
+    "parameters that freeze and thaw": Case(Thaws, strategies=KINDS, every=3),
     "with a codec": Case(strategy={"compression": Int4(block=8)}, strategies=CODED, every=3),
     "parameters that freeze and thaw, with a codec": Case(
         Thaws, strategy={"compression": TopK(ratio=0.25)}, strategies=("cocod", "diloco", "eager_diloco"), every=3
