@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lightning_cocod.algorithms.skipping import as_skip
+from lightning_cocod.comm.mixing import directed, undirected
 from lightning_cocod.compression import Codec, as_compression
 
 WHOLE = 32.0
@@ -66,7 +67,8 @@ class Formula(NamedTuple):
     """Bits that are sent in a step for each of the s values, and how one writes that.
 
     Attributes:
-        text: with k = ``period``, b = b(C), b_s = b(C_s), c = ``compress_steps``, σ the share of steps that are sent.
+        text: with k = ``period``, b = b(C), b_s = b(C_s), c = ``compress_steps``, σ the share of steps that are sent,
+            d the workers that one sends to.
         bits: of a case, with N ranks.
     """
 
@@ -94,7 +96,15 @@ def _cd_sgd(case: Case, n: int) -> float:
     return (c - 1) / c * bits(case.options.get("compression", "threshold")) + 1 / c * WHOLE + WHOLE
 
 
+def _receivers(case: Case, n: int) -> float:
+    """d: those that rank 0 sends to in an exchange, in the named graphs as many as any other."""
+    made = undirected(case.options.get("graph", "ring"), n) if case.algorithm == "d_psgd" else None
+    matrices = made or directed(case.options.get("graph", "one_peer"), n)
+    return sum(bool(row[0]) for P in matrices for row in P[1:]) / len(matrices)
+
+
 ROUNDS = Formula("2 s b/8 / k", lambda case, n: 2 * case.codec / case.options["period"])
+NEIGHBOURS = Formula("d · 4 P", lambda case, n: WHOLE * _receivers(case, n) * n / (n - 1))
 EVERY_STEP = Formula("2 s b/8", lambda case, n: 2 * case.codec)
 
 FORMULAS = {
@@ -102,6 +112,8 @@ FORMULAS = {
     **dict.fromkeys(("cocod", "local_sgd", "post_local_sgd", "dc_s3gd", "overlap_local_sgd"), ROUNDS),
     **dict.fromkeys(("slowmo", "diloco", "eager_diloco", "co2", "streaming_diloco"), ROUNDS),
     "pipe_sgd": EVERY_STEP,
+    "d_psgd": NEIGHBOURS,
+    "sgp": NEIGHBOURS,
     "ssgd": EVERY_STEP,
     "od_sgd": EVERY_STEP,
     "ssd_sgd": Formula("(1 + 1/k) 4 s", lambda case, n: (1 + 1 / case.options["period"]) * WHOLE),

@@ -23,10 +23,12 @@ from lightning_cocod.strategies import (
     CO2Strategy,
     CompSkipDSGDStrategy,
     DistEFSGDStrategy,
+    DPSGDStrategy,
     EagerDiLoCoStrategy,
     FlexCompressSGDStrategy,
     ODSGDStrategy,
     PipeSGDStrategy,
+    SGPStrategy,
     SSDSGDStrategy,
     SSGDStrategy,
 )
@@ -220,7 +222,8 @@ HONOURED = {
     "slow_lr": (0.3, lambda algorithm: algorithm.α),
     "slow_momentum": (0.4, lambda algorithm: algorithm.β),
     "fragments": (2, lambda algorithm: algorithm.cut),
-    "delay": (2, lambda algorithm: algorithm.delay.steps),
+    "delay": (2, lambda algorithm: algorithm.τ if hasattr(algorithm, "τ") else algorithm.delay.steps),
+    "graph": ([[0.75, 0.25], [0.25, 0.75]], lambda algorithm: list(map(list, algorithm.matrices[0]))),
     "keep": (0.2, lambda algorithm: algorithm.delay.keep),
     "local_update": (GLU(α=0.3), lambda algorithm: replace(algorithm.local_update, every_step=False)),  # pre_refresh's
     "scaling": ("paper", lambda algorithm: algorithm.scaling),
@@ -238,7 +241,7 @@ ELSEWHERE = {"process_group_backend", "start_method"}  # test_launch.py
 ELSEWHERE |= {"batch_sizes"}  # not beside weights: test_proportional.py
 ELSEWHERE |= {"inter_node"}  # another name of period: test_hierarchy.py
 NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
-WITHOUT_ROUNDS = (PipeSGDStrategy, SSGDStrategy, SSDSGDStrategy, ODSGDStrategy)
+WITHOUT_ROUNDS = (PipeSGDStrategy, SSGDStrategy, SSDSGDStrategy, ODSGDStrategy, DPSGDStrategy, SGPStrategy)
 NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node"} for strategy in WITHOUT_ROUNDS}
 WITH_RESIDUALS_OF_PUSHES = (CDSGDStrategy, DistEFSGDStrategy, FlexCompressSGDStrategy, CompSkipDSGDStrategy)
 NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node", "on_nonfinite"} for strategy in WITH_RESIDUALS_OF_PUSHES}

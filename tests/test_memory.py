@@ -85,6 +85,8 @@ def cocod_in_consensus(model, optimizer):
 
 OTHERS = {
     "DCS3GD": 1,
+    "DPSGD": 1,
+    "SGP": 1,
     "OverlapLocalSGD": 2,
     "PipeSGD": 1,
     "SlowMo": 3,

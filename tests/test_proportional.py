@@ -706,7 +706,9 @@ def every_sample_once(expected, again, *, begun):
 # The other strategies, and what goes wrong
 
 
-OTHERS = [s.registered_name for s in strategies.STRATEGIES if s.registered_name != "cocod"]
+ALIKE = ("d_psgd", "sgp")
+"""Those that weigh all workers alike."""
+OTHERS = [s.registered_name for s in strategies.STRATEGIES if s.registered_name not in ("cocod", *ALIKE)]
 
 
 def others(rank, world):
@@ -722,6 +724,12 @@ def test_every_strategy_has_proportional_batches():
         assert (sizes(of_name)[9] == [6, 2]).all(), name
         weights = {weights for kind, step, weights in of_name[0].launched if kind != "finish" and step > 12}
         assert (0.75, 0.25) in weights, name
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_those_that_weigh_all_workers_alike_say_so(name):
+    with pytest.raises(ValueError, match=f"{name} weighs all workers alike: leave batch_sizes='proportional' out"):
+        BY_NAME[name](batch_sizes="proportional")
 
 
 class Hasty(L.Callback):

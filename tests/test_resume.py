@@ -224,9 +224,19 @@ class Case:
 
 
 ALL = tuple(STRATEGIES)
-KINDS = ("cocod", "overlap_local_sgd", "eager_diloco", "streaming_diloco", "pipe_sgd", "ssgd", "ssd_sgd", "dist_ef_sgd")
+KINDS = (
+    "cocod",
+    "overlap_local_sgd",
+    "eager_diloco",
+    "streaming_diloco",
+    "pipe_sgd",
+    "ssgd",
+    "ssd_sgd",
+    "dist_ef_sgd",
+    "sgp",
+)
 """One of each kind of machinery; "every step" has them all."""
-CODED = [name for name in (*KINDS, "local_sgd", "cd_sgd") if name not in ("ssgd", "ssd_sgd")]
+CODED = [name for name in (*KINDS, "local_sgd", "cd_sgd") if name not in ("ssgd", "ssd_sgd", "sgp")]
 WARM = ("cocod", "dc_s3gd", "overlap_local_sgd", "streaming_diloco", "ssd_sgd")
 VALIDATION, EPOCH, START, EPOCH_START = (
     "on_validation_end",

@@ -5,6 +5,7 @@ from lightning_cocod.algorithms.cd_sgd import CDSGD
 from lightning_cocod.algorithms.co2 import CO2
 from lightning_cocod.algorithms.cocod import CoCoD
 from lightning_cocod.algorithms.compskip_dsgd import CompSkipDSGD
+from lightning_cocod.algorithms.d_psgd import DPSGD
 from lightning_cocod.algorithms.dc_s3gd import DCS3GD
 from lightning_cocod.algorithms.diloco import DiLoCo
 from lightning_cocod.algorithms.dist_ef_sgd import DistEFSGD
@@ -15,6 +16,7 @@ from lightning_cocod.algorithms.od_sgd import ODSGD
 from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
 from lightning_cocod.algorithms.pipe_sgd import PipeSGD
 from lightning_cocod.algorithms.post_local_sgd import PostLocalSGD
+from lightning_cocod.algorithms.sgp import SGP
 from lightning_cocod.algorithms.skipping import EveryNth, Randomly, Skip, WhileSmall
 from lightning_cocod.algorithms.slowmo import SlowMo
 from lightning_cocod.algorithms.ssd_sgd import SSDSGD
@@ -26,7 +28,9 @@ __all__ = [
     "CDSGD",
     "CO2",
     "DCS3GD",
+    "DPSGD",
     "ODSGD",
+    "SGP",
     "SSDSGD",
     "SSGD",
     "Algorithm",

@@ -92,6 +92,8 @@ class Algorithm:
     """Whether all workers have the same parameters where a model is evaluated, so that no mean of them is taken."""
     in_shards: ClassVar[bool] = False
     """Whether a worker has a part of the gradients only, between ``before_step`` and ``step``, and of optimizers' states."""
+    weighs_workers: ClassVar[bool] = True
+    """Whether workers may weigh differently in a mean, as they do whose batches have different sizes."""
     frees_gradients: ClassVar[bool] = False
     """Whether a gradient is taken away in backward, as soon as it is complete."""
     sends_own_gradients: ClassVar[bool] = False

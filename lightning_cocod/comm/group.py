@@ -15,6 +15,8 @@ from lightning_cocod.comm.coded_shards import Coded, CodedPull, CodedPush, Codin
 from lightning_cocod.comm.collectives import Broadcast, Correction, Mean, Operation
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.message import Message, Subject
+from lightning_cocod.comm.mixing import Matrix
+from lightning_cocod.comm.neighbours import Neighbours
 from lightning_cocod.comm.parts import FromBase, FromZero, How, Parts
 from lightning_cocod.comm.shards import Pull, Push, Rows
 from lightning_cocod.comm.thread import Handle
@@ -62,6 +64,17 @@ class Group(Channel):
         Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers. ``size`` is ‖S‖ where it is known.
         """
         return self._submit(subject, Correction(snapshot, weight, own), size=size, relative_to=relative_to)
+
+    def mix_(
+        self, snapshot: Buffer, W: Matrix, rows: Rows, subject: Subject, *, kept: float = 0.0, size: Tensor | None = None
+    ) -> Message:
+        """S_i ← Σ_{j≠i} W_ij (S_j − S_i) + a S_i in place, a being ``kept``. Its numbers are the size, ‖S‖ before, and the
+        distance, the norm of the sum.
+
+        Only those j send to i for which W_ij is not 0. W is the same on all ranks. Where one's S is not finite and is to be
+        skipped, S ← 0 on all. ``size`` is ‖S‖ where it is known.
+        """
+        return self._submit(subject, Neighbours(snapshot, W, self.rank, kept, rows), size=size)
 
     def compressed_correction_(
         self,

@@ -27,12 +27,12 @@ class Rows:
     def __init__(self) -> None:
         self._memory: list[dict[tuple[torch.dtype, torch.device], Tensor]] = [{} for _ in range(IN_FLIGHT)]
 
-    def beside(self, bucket: int, sent: Tensor) -> Tensor:
-        """As much as is sent."""
-        memory, kind = self._memory[bucket % IN_FLIGHT], (sent.dtype, sent.device)
-        if kind not in memory or memory[kind].numel() < sent.numel():
-            memory[kind] = torch.empty_like(sent)
-        return memory[kind][: sent.numel()]
+    def beside(self, bucket: int, sent: Tensor, times: int = 1) -> Tensor:
+        """As much as is sent, or several times that."""
+        memory, kind, size = self._memory[bucket % IN_FLIGHT], (sent.dtype, sent.device), times * sent.numel()
+        if kind not in memory or memory[kind].numel() < size:
+            memory[kind] = sent.new_empty(size)
+        return memory[kind][:size]
 
 
 class Push(Collective):

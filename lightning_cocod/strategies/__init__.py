@@ -7,6 +7,7 @@ from lightning_cocod.strategies.cd_sgd import CDSGDStrategy
 from lightning_cocod.strategies.co2 import CO2Strategy
 from lightning_cocod.strategies.cocod import CoCoDStrategy
 from lightning_cocod.strategies.compskip_dsgd import CompSkipDSGDStrategy
+from lightning_cocod.strategies.d_psgd import DPSGDStrategy
 from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
 from lightning_cocod.strategies.diloco import DiLoCoStrategy
 from lightning_cocod.strategies.dist_ef_sgd import DistEFSGDStrategy
@@ -17,6 +18,7 @@ from lightning_cocod.strategies.od_sgd import ODSGDStrategy
 from lightning_cocod.strategies.overlap_local_sgd import OverlapLocalSGDStrategy
 from lightning_cocod.strategies.pipe_sgd import PipeSGDStrategy
 from lightning_cocod.strategies.post_local_sgd import PostLocalSGDStrategy
+from lightning_cocod.strategies.sgp import SGPStrategy
 from lightning_cocod.strategies.slowmo import SlowMoStrategy
 from lightning_cocod.strategies.ssd_sgd import SSDSGDStrategy
 from lightning_cocod.strategies.ssgd import SSGDStrategy
@@ -26,6 +28,7 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     CO2Strategy,
     CoCoDStrategy,
     DCS3GDStrategy,
+    DPSGDStrategy,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     LocalSGDStrategy,
@@ -37,6 +40,7 @@ STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     OverlapLocalSGDStrategy,
     PipeSGDStrategy,
     PostLocalSGDStrategy,
+    SGPStrategy,
     SSDSGDStrategy,
     SSGDStrategy,
     SlowMoStrategy,
@@ -59,6 +63,7 @@ __all__ = [
     "CoCoDStrategy",
     "CompSkipDSGDStrategy",
     "DCS3GDStrategy",
+    "DPSGDStrategy",
     "DiLoCoStrategy",
     "DistEFSGDStrategy",
     "EagerDiLoCoStrategy",
@@ -68,6 +73,7 @@ __all__ = [
     "OverlapLocalSGDStrategy",
     "PipeSGDStrategy",
     "PostLocalSGDStrategy",
+    "SGPStrategy",
     "SSDSGDStrategy",
     "SSGDStrategy",
     "SlowMoStrategy",

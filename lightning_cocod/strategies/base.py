@@ -155,6 +155,8 @@ class AlgorithmStrategy(DDPStrategy):
         self._weights = positive(weights)  # how many there are to be is not known yet
         if self._weights is not None and self._batch_sizes == PROPORTIONAL:
             raise ValueError("with batch_sizes='proportional' the sizes are the weights: leave weights out")
+        if self._batch_sizes == PROPORTIONAL and not getattr(algorithm, "weighs_workers", True):
+            raise ValueError(f"{self.registered_name} weighs all workers alike: leave batch_sizes='proportional' out")
         x = torch.nn.ParameterList([torch.zeros(1)])
         self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator(), **self._nodes(1))
 

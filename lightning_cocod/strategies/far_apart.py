@@ -37,11 +37,17 @@ class FarApart:
 
 
 def _text(algorithm: Algorithm, step: int, distance: float) -> str:
-    pulled = algorithm.name == "overlap_local_sgd"
-    pull = "raise pull" if pulled else "strategy='overlap_local_sgd' pulls the replicas together"
-    return (
+    far = (
         f"The replicas are far apart: at step {step} that of rank 0 was {distance:.0%} of its norm from the mean, and more "
         f"than {FAR:.0%} in the message before. Either the ranks see different data (shuffle it before it is split), or "
+    )
+    if not algorithm.has_rounds:
+        return (
+            far + "the learning rate is too high; the number does not tell which. More neighbours (graph=) help with both."
+        )
+    pulled = algorithm.name == "overlap_local_sgd"
+    pull = "raise pull" if pulled else "strategy='overlap_local_sgd' pulls the replicas together"
+    return far + (
         f"rounds of {algorithm.rounds.length} steps are too long for the learning rate; the number does not tell which. "
         f"Shorter rounds (period=) help with both, a lower rate with the latter; where the data has to differ, {pull}."
     )
