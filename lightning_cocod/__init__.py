@@ -4,6 +4,7 @@ Importing the package registers its strategies: ``Trainer(strategy="cocod")``.
 """
 
 from lightning_cocod.algorithms import (
+    ADPSGD,
     CDSGD,
     CO2,
     DCS3GD,
@@ -35,7 +36,9 @@ from lightning_cocod.algorithms import (
     WhileSmall,
 )
 from lightning_cocod.comm import CommunicationError, MessageMismatch, NonFiniteMessage, PeerLost
+from lightning_cocod.comm.shared_epoch import SharedEpoch
 from lightning_cocod.strategies import (
+    ADPSGDStrategy,
     AlgorithmStrategy,
     CDSGDStrategy,
     CO2Strategy,
@@ -66,6 +69,7 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADPSGD",
     "CDSGD",
     "CO2",
     "DCS3GD",
@@ -74,6 +78,7 @@ __all__ = [
     "SGP",
     "SSDSGD",
     "SSGD",
+    "ADPSGDStrategy",
     "Algorithm",
     "AlgorithmStrategy",
     "CDSGDStrategy",
@@ -114,6 +119,7 @@ __all__ = [
     "SSDSGDStrategy",
     "SSGDStrategy",
     "Schedule",
+    "SharedEpoch",
     "Skip",
     "SlowMo",
     "SlowMoStrategy",

@@ -21,7 +21,7 @@ from lightning_cocod.algorithms import Algorithm
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (getattr(algorithms, name) for name in algorithms.__all__)
-    if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
+    if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm and not kind.asynchronous
 }
 
 

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from support.ranks import run_ranks, run_ranks_raw
 from support.resuming import Saver
-from support.toys import has, trainer
+from support.toys import ASYNCHRONOUS, has, trainer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -708,7 +708,7 @@ def every_sample_once(expected, again, *, begun):
 
 ALIKE = ("d_psgd", "sgp")
 """Those that weigh all workers alike."""
-OTHERS = [s.registered_name for s in strategies.STRATEGIES if s.registered_name not in ("cocod", *ALIKE)]
+OTHERS = [s.registered_name for s in strategies.STRATEGIES if s.registered_name not in ("cocod", *ALIKE, *ASYNCHRONOUS)]
 
 
 def others(rank, world):

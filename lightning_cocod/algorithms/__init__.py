@@ -1,5 +1,7 @@
 """The papers, one file each."""
 
+from lightning_cocod.algorithms.ad_psgd import ADPSGD
+from lightning_cocod.algorithms.asynchronous import Asynchronous
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.cd_sgd import CDSGD
 from lightning_cocod.algorithms.co2 import CO2
@@ -25,6 +27,7 @@ from lightning_cocod.algorithms.streaming_diloco import StreamingDiLoCo
 from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 
 __all__ = [
+    "ADPSGD",
     "CDSGD",
     "CO2",
     "DCS3GD",
@@ -34,6 +37,7 @@ __all__ = [
     "SSDSGD",
     "SSGD",
     "Algorithm",
+    "Asynchronous",
     "CoCoD",
     "CompSkipDSGD",
     "DiLoCo",

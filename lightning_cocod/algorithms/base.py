@@ -98,6 +98,8 @@ class Algorithm:
     """Whether a gradient is taken away in backward, as soon as it is complete."""
     sends_own_gradients: ClassVar[bool] = False
     """Whether each worker clips its own gradients, before they are sent. Otherwise they are clipped once they are a mean."""
+    asynchronous: ClassVar[bool] = False
+    """Whether workers make different numbers of steps, and meet only where a loop brings all of them together."""
     one_backward_a_step: bool = True
     """Whether a backward that is not under ``no_sync()`` completes the gradients of a step; said by the loop."""
 
@@ -444,9 +446,14 @@ class Algorithm:
         """Of all workers that report what this one does: its own, or that of its node."""
         return self.w if self.node is None else math.fsum(self.weights[rank] for rank in self.node.ranks)
 
+    @property
+    def header_step(self) -> int:
+        """What headers say of when a message was sent: the same on all workers that are in step."""
+        return self.t
+
     def subject(self, kind: str, *, counted: bool = True, weights: Sequence[float] | None = None) -> Subject:
         """The header of a message of this algorithm at this step; weighted as the message in flight unless told."""
-        return Subject(self.name, kind, self.t, counted, tuple(weights or self.weights), self.skip_nonfinite)
+        return Subject(self.name, kind, self.header_step, counted, tuple(weights or self.weights), self.skip_nonfinite)
 
     def _pending_correction(self) -> Callable[[], None] | None:
         """What adds c_i, the correction that has been drained but not yet folded, to x; None if there is none."""

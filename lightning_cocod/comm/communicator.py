@@ -20,6 +20,7 @@ from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import Losses
 from lightning_cocod.comm.message import Subject
 from lightning_cocod.comm.tracer import Tracer
+from lightning_cocod.comm.wishes import Wishes
 
 
 def seconds(name: str, value: object) -> float:
@@ -46,6 +47,7 @@ class Communicator(Group):
         process_group_timeout: seconds after which a collective fails although all peers live.
         connect_timeout: seconds that ``start`` waits for a peer to appear.
         grace: seconds after a loss in which the training thread must come back to a verb, or the process is ended.
+        in_step: whether all workers make the same steps, so that they can agree on one.
 
     Raises:
         ValueError: a time that is not positive.
@@ -59,6 +61,7 @@ class Communicator(Group):
         process_group_timeout: float = 1800.0,
         connect_timeout: float = 300.0,
         grace: float = 5.0,
+        in_step: bool = True,
     ) -> None:
         self.device = torch.device(device)
         self.timeout = seconds("timeout", timeout)
@@ -67,6 +70,10 @@ class Communicator(Group):
         self.ledger = Ledger()
         self.samples = 0
         """Samples that this rank has trained on; the caller counts."""
+        self.steps = 0
+        """Optimizer steps that this rank has attempted, where ranks make different numbers of them; the caller counts."""
+        self.outlives = False
+        """Whether training goes on when a peer is lost, until it needs all of them; said before ``start``."""
         self.pace = Pace()
         """What this rank's next message tells of it; the caller measures."""
         self.heard: list[Pace] = []
@@ -77,6 +84,8 @@ class Communicator(Group):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         super().__init__(self, rank, range(world_size))
         self.agreement = Agreement(self.rank, self.world_size, check=self.check)
+        self.wishes = Wishes()
+        self._asking = self.agreement if in_step else self.wishes
         self.grace = grace
         self.losses = Losses(self.rank, grace)
         """Failures, and what follows."""
@@ -92,6 +101,7 @@ class Communicator(Group):
         if self.world_size == 1 or self._thread is not None:
             return
         self.losses = Losses(self.rank, self.grace)
+        self.losses.outlived = self.outlives
         self._open("communication")
         atexit.register(self._at_exit)
         try:
@@ -234,6 +244,10 @@ class Communicator(Group):
         heard[self.rank] = self.samples
         return sum(heard)
 
+    def total_steps(self) -> int:
+        """Optimizer steps of all ranks together, where the caller counts, as of the last heartbeat; no collective."""
+        return self.steps + sum(int(note["steps"]) for rank, note in self._notes.items() if rank != self.rank)
+
     def _hear(self, paces: list[Pace]) -> None:
         self.heard = paces
 
@@ -252,12 +266,12 @@ class Communicator(Group):
     # Heartbeat
 
     def _note(self) -> Note:
-        return {"samples": self.samples, **self.agreement.note()}
+        return {"samples": self.samples, "steps": self.steps, **self._asking.note()}
 
     def _receive(self, notes: dict[int, Note]) -> bool:
         self._notes = notes
         self.losses.look()
-        return self.agreement.receive(notes)
+        return self._asking.receive(notes)
 
 
 def promised_group_is_there() -> None:

@@ -11,6 +11,14 @@ class PeerLost(CommunicationError):
     """A peer died, was stopped, was cut off or left early."""
 
 
+class PeerLeft(PeerLost):
+    """A peer has said goodbye: it left in good order, and has nothing more to say."""
+
+
+class LinkShut(CommunicationError):
+    """This rank has shut its end of a link down while another thread of it was using the link."""
+
+
 class MessageMismatch(CommunicationError):
     """Two workers announced different messages: their training loops are no longer in step."""
 

@@ -32,6 +32,8 @@ class Losses:
         """Set once communication has failed: nobody waits for the transport any longer."""
         self.closing = False
         """Whether peers may be gone rightly."""
+        self.outlived = False
+        """Whether training goes on without a peer that is lost: what needs all of them fails, and nobody is hurried."""
         self.watchdog = Watchdog(rank, grace)
         self.heartbeat: Heartbeat | None = None
         self._threads: list[CommunicationThread] = []
@@ -69,7 +71,8 @@ class Losses:
         if not self.closing:
             self.fail(reason)
             self.cut()
-            self.watchdog.alarm(reason)
+            if not self.outlived:
+                self.watchdog.alarm(reason)
 
     def look(self) -> None:
         """A connection that has broken without anybody using it tells as much."""

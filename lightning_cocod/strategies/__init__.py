@@ -2,6 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_cocod.strategies.ad_psgd import ADPSGDStrategy
+from lightning_cocod.strategies.asynchronous import AsynchronousStrategy
 from lightning_cocod.strategies.base import AlgorithmStrategy
 from lightning_cocod.strategies.cd_sgd import CDSGDStrategy
 from lightning_cocod.strategies.co2 import CO2Strategy
@@ -25,6 +27,7 @@ from lightning_cocod.strategies.ssgd import SSGDStrategy
 from lightning_cocod.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
+    ADPSGDStrategy,
     CO2Strategy,
     CoCoDStrategy,
     DCS3GDStrategy,
@@ -57,7 +60,9 @@ def register() -> None:
 
 __all__ = [
     "STRATEGIES",
+    "ADPSGDStrategy",
     "AlgorithmStrategy",
+    "AsynchronousStrategy",
     "CDSGDStrategy",
     "CO2Strategy",
     "CoCoDStrategy",

@@ -158,7 +158,13 @@ class AlgorithmStrategy(DDPStrategy):
         if self._batch_sizes == PROPORTIONAL and not getattr(algorithm, "weighs_workers", True):
             raise ValueError(f"{self.registered_name} weighs all workers alike: leave batch_sizes='proportional' out")
         x = torch.nn.ParameterList([torch.zeros(1)])
-        self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator(), **self._nodes(1))
+        made = self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator(), **self._nodes(1))
+        self._asynchronous = made.asynchronous
+        if self._asynchronous and self._batch_sizes == PROPORTIONAL:
+            raise ValueError(
+                f"batch_sizes='proportional' is for ranks in step; under {type(self).__name__} a faster rank trains on more "
+                "batches anyway: leave batch_sizes out"
+            )
 
     def _nodes(self, ranks_per_node: int) -> dict[str, Any]:
         """Which ranks share a node, where somebody wants to know."""
@@ -230,6 +236,7 @@ class AlgorithmStrategy(DDPStrategy):
             timeout=self._heartbeat_timeout,
             process_group_timeout=self._process_group_timeout,
             connect_timeout=self._connect_timeout,
+            in_step=not self._asynchronous,
         )
         self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
         self._checkpoints = Checkpoints(
@@ -282,12 +289,17 @@ class AlgorithmStrategy(DDPStrategy):
         if algorithm.in_shards and self.world_size > 1:
             self._in_shards = ShardGradients(trainer, self.precision_plugin, algorithm, self._replaced)
         self._steppers = {optimizer: Stepper(optimizer, algorithm) for optimizer in self.optimizers}
-        self._quiet = QuietLoop(
+        self._quiet = self._quiet_loop(
             trainer,
-            communicator.agreement,
+            communicator,
             lambda what, wish: bool(communicator.who(wish, algorithm.subject(f"{what}?", counted=False))),
         )
         calendar.enter(self, trainer, self._quiet, self._replaced)
+
+    def _quiet_loop(
+        self, trainer: pl.Trainer, communicator: Communicator, ask_all: Callable[[str, bool], bool]
+    ) -> QuietLoop:
+        return QuietLoop(trainer, communicator.agreement, ask_all)
 
     @override
     def on_train_start(self) -> None:

@@ -120,19 +120,19 @@ def _gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Those that the next backward adds to: within an accumulation, or where the user decides when to zero them."""
     module = trainer.lightning_module
     users = not module.automatic_optimization or is_overridden("optimizer_zero_grad", module)
-    if not users and not trainer.fit_loop._should_accumulate() and not _begun(trainer):
+    if not users and not trainer.fit_loop._should_accumulate() and not begun(trainer):
         return {}
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def _positions(trainer: pl.Trainer) -> list[Position | None]:
     """Of every loader of training; None for the beginning, and for one that is left to Lightning."""
-    loop, begun = trainer.fit_loop, _begun(trainer)
+    loop, under_way = trainer.fit_loop, begun(trainer)
     if loop._combined_loader is None:
         return []
-    between_epochs = loop.epoch_loop._num_ready_batches_reached() and not begun
+    between_epochs = loop.epoch_loop._num_ready_batches_reached() and not under_way
     batches = getattr(loop._data_fetcher, "batches", None)  # drawn to see whether there is another one
-    ahead = 0 if batches is None else begun + len(batches)  # None: the module draws its batches itself
+    ahead = 0 if batches is None else under_way + len(batches)  # None: the module draws its batches itself
 
     def position(loader: Any) -> Position | None:
         if not isinstance(loader, Continuing):
@@ -142,7 +142,7 @@ def _positions(trainer: pl.Trainer) -> list[Position | None]:
     return [position(loader) for loader in loop._combined_loader.flattened]
 
 
-def _begun(trainer: pl.Trainer) -> int:
+def begun(trainer: pl.Trainer) -> int:
     """1 in the middle of a batch, which a resumed run does again from its start; else 0."""
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     return int(batches.ready - batches.processed)  # type: ignore[attr-defined]  # declared as one of its base class

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cocod.comm.agreement import Agreement
+from lightning_cocod.comm.wishes import Wishes
 from lightning_cocod.strategies.replaced import Replaced, then
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class QuietLoop:
         ask_all: whether any rank wishes what is named; asked between epochs and after validations only.
     """
 
-    def __init__(self, trainer: pl.Trainer, agreement: Agreement, ask_all: Callable[[str, bool], bool]) -> None:
+    def __init__(self, trainer: pl.Trainer, agreement: Agreement | Wishes, ask_all: Callable[[str, bool], bool]) -> None:
         self._trainer, self._agreement, self._any = trainer, agreement, ask_all
         self._due: str | None = None
         self._stopping = False
@@ -138,9 +139,12 @@ class QuietLoop:
         """After all hooks of a batch and before it counts as complete: a resume takes up exactly such a checkpoint."""
         if self._due == REQUEUE:
             self._due = None  # a validation's batches end here too
-            environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]  # a parallel strategy's
-            assert isinstance(environment, SLURMEnvironment)
-            self._requeue(environment.requeue_signal, None)  # type: ignore[arg-type]  # it looks at neither
+            self._save_and_requeue()
+
+    def _save_and_requeue(self) -> None:
+        environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]  # a parallel strategy's
+        assert isinstance(environment, SLURMEnvironment)
+        self._requeue(environment.requeue_signal, None)  # type: ignore[arg-type]  # it looks at neither
 
     def _due_is(self, what: str) -> bool:
         return self._due is not None and self._due.startswith(what)
@@ -149,21 +153,21 @@ class QuietLoop:
         """The first ``strategy.broadcast`` in the callback's batch hook answers with what has been agreed."""
         original = callback.on_train_batch_end
 
-        def decide(now: bool) -> bool:
-            if self._due == name:
-                return wanted
-            if now is wanted:
-                self._agreement.request(name)
-            return not wanted
-
         def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
-            self._decide = decide
+            self._decide = lambda now: self._decided(name, now, wanted)
             try:
                 original(*args, **kwargs)
             finally:
                 self._decide = None
 
         replaced.method(callback, "on_train_batch_end", on_train_batch_end)
+
+    def _decided(self, name: str, now: bool, wanted: bool) -> bool:
+        if self._due == name:
+            return wanted
+        if now is wanted:
+            self._agreement.request(name)
+        return not wanted
 
     def _on_sigterm(self, signum: int, _: object) -> None:
         """A wish in place of Lightning's broadcast, which would block inside the signal handler."""

@@ -12,8 +12,8 @@ class Replaced:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def method(self, owner: object, name: str, value: Callable[..., Any]) -> None:
-        """From now on ``owner.name`` is this; put back, what was there before shows again."""
+    def method(self, owner: object, name: str, value: Any) -> None:
+        """From now on ``owner.name`` is this, be it a method or a value; put back, what was there before shows again."""
         before = vars(owner).get(name)
         setattr(owner, name, value)
         self._undo.append(lambda: delattr(owner, name) if before is None else setattr(owner, name, before))

@@ -1,0 +1,160 @@
+"""How two ranks find each other: addresses through the store, tokens against mistaken identity, then a link.
+
+Whoever answers listens at an address of its own and puts that, with a random token, into the store. Whoever asks connects
+and begins with the token; a connection that begins with anything else is closed before another byte of it is read. The keys
+carry the number of the meeting, so a second one on the same store never reads addresses of the first.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lightning_cocod.comm.errors import PeerLost, first_line
+from lightning_cocod.comm.ledger import Ledger
+from lightning_cocod.comm.link import HELLO, Link
+
+_log = logging.getLogger(__name__)
+_TOKEN = 16  # bytes
+_GREETING = 10.0  # seconds in which somebody who has connected must have sent the token
+
+
+def meet(
+    store: Store, rank: int, name: str, *, asks: Sequence[int], answers: Sequence[int], ledger: Ledger, timeout: float
+) -> tuple[dict[int, Link], dict[int, Link]]:
+    """Connect this rank with those that it asks and with those that it answers. All of them call it, equally often.
+
+    Args:
+        store: that all ranks share. A clone of its connection is used.
+        rank: this one.
+        name: of what the links are for.
+        asks: ranks to which this one connects.
+        answers: ranks that connect to this one. A rank may be in both: then there are two links, one for each direction.
+        ledger: of the links.
+        timeout: seconds in which all of them must have appeared.
+
+    Returns:
+        The links to those that it asks, and to those that it answers, by rank.
+
+    Raises:
+        PeerLost: one has not appeared, or cannot be reached; it is named.
+    """
+    deadline = time.monotonic() + timeout
+    store = store.clone()
+    number = store.add(f"lightning_cocod/{name}/meetings of rank {rank}", 1)  # the same on all: each counts its own
+
+    def key(of: int) -> str:
+        return f"lightning_cocod/{name}/meeting {number}/rank {of}"
+
+    asked: dict[int, Link] = {}
+    answered: dict[int, Link] = {}
+    try:
+        with closing(_listen(own_address(store), len(answers))) as listener:
+            token = secrets.token_bytes(_TOKEN)
+            if answers:
+                host, port = listener.getsockname()[:2]
+                store.set(key(rank), json.dumps([host, port, token.hex()]))
+            for peer in asks:  # none of them waits to be answered before it answers others, so no circle can close
+                asked[peer] = _connect(store, key(peer), rank, peer, ledger, deadline, timeout)
+            while len(answered) < len(answers):
+                missing = [peer for peer in answers if peer not in answered]
+                link = _accept(listener, token, missing, ledger, deadline, timeout)
+                if link is not None:
+                    answered[link.peer] = link
+                    link.send(HELLO, tag=rank, silence=_GREETING)
+        for peer, link in asked.items():
+            hello = link.receive(max(0.1, deadline - time.monotonic()))
+            if (hello.kind, hello.tag) != (HELLO, peer):
+                raise PeerLost(f"rank {peer} cannot be reached: somebody else answers at its address")
+    except BaseException:
+        for link in (*asked.values(), *answered.values()):
+            link.close()
+        raise
+    return asked, answered
+
+
+def own_address(store: Store) -> str:
+    """The address through which this host reaches the store's; the loopback address if the store is in no network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if host and port:
+        with suppress(OSError):
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing: it only looks the route up
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _listen(host: str, peers: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen(peers + 16)  # peers connect before they are accepted, and strangers may
+    return listener
+
+
+def _connect(store: Store, key: str, rank: int, peer: int, ledger: Ledger, deadline: float, timeout: float) -> Link:
+    try:
+        store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        host, port, token = json.loads(store.get(key))
+    except RuntimeError:  # what torch's store raises
+        raise PeerLost(f"rank {peer} has not appeared within {timeout:g} s") from None
+    try:
+        connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+        connection.sendall(bytes.fromhex(token))
+    except OSError as error:
+        raise PeerLost(f"rank {peer} cannot be reached at {host} port {port}: {first_line(error)}") from None
+    link = Link(connection, peer, ledger)
+    link.send(HELLO, tag=rank, silence=_GREETING)
+    return link
+
+
+def _accept(
+    listener: socket.socket, token: bytes, missing: list[int], ledger: Ledger, deadline: float, timeout: float
+) -> Link | None:
+    """The next of the missing ranks, or None where it was somebody else."""
+    listener.settimeout(max(0.1, deadline - time.monotonic()))
+    try:
+        connection, address = listener.accept()
+    except TimeoutError:
+        raise PeerLost(f"rank {missing[0]} has not appeared within {timeout:g} s") from None
+    if not _has_token(connection, token):
+        _log.warning("a connection from %s did not begin with the token of this run: closed", address[0])
+        connection.close()
+        return None
+    link = Link(connection, missing[0], ledger)
+    try:
+        hello = link.receive(_GREETING)
+    except PeerLost:
+        link.close()
+        return None
+    if hello.kind != HELLO or hello.tag not in missing:
+        link.close()
+        return None
+    link.peer = hello.tag
+    return link
+
+
+def _has_token(connection: socket.socket, token: bytes) -> bool:
+    """Whether it begins with the token. No more than that is read."""
+    limit = time.monotonic() + _GREETING
+    got = b""
+    with suppress(OSError):
+        while len(got) < _TOKEN and (left := limit - time.monotonic()) > 0:
+            connection.settimeout(left)
+            part = connection.recv(_TOKEN - len(got))
+            if not part:
+                break
+            got += part
+    return hmac.compare_digest(got, token)

@@ -1,0 +1,134 @@
+"""Lightning's side of algorithms whose workers have different numbers of steps (see docs/asynchrony.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cocod.algorithms.asynchronous import Asynchronous
+from lightning_cocod.comm import Communicator
+from lightning_cocod.strategies import unshareable
+from lightning_cocod.strategies.base import AlgorithmStrategy
+from lightning_cocod.strategies.continuing import continuing
+from lightning_cocod.strategies.meetings import Meetings
+from lightning_cocod.strategies.proportional import WHOLE_SET
+from lightning_cocod.strategies.quiet import QuietLoop
+from lightning_cocod.strategies.work_sharing import KEY, WorkSharing
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class AsynchronousStrategy(AlgorithmStrategy):
+    """Runs an asynchronous algorithm: no step waits for another rank, and the ranks share each epoch.
+
+    Subclasses say in their constructors what it ``runs``, and do nothing else.
+
+    Args:
+        **options: see ``AlgorithmStrategy``.
+
+    Raises:
+        ValueError: an option out of range.
+        TypeError: an option that only DDP understands, or an unknown one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._sharing: WorkSharing | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            unshareable.refuse_run(trainer, synchronous_batch_norm=self._layer_sync is not None)
+            self._sharing = WorkSharing(trainer, self.global_rank, self.world_size)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self._sharing is not None:
+            assert isinstance(self._quiet, Meetings)
+            unshareable.refuse_schedules(trainer)
+            self._sharing.calendar.install(self._quiet, self._sharing.reopen, self._replaced)
+
+    @override
+    def _quiet_loop(
+        self, trainer: pl.Trainer, communicator: Communicator, ask_all: Callable[[str, bool], bool]
+    ) -> QuietLoop:
+        if self._sharing is None:
+            return super()._quiet_loop(trainer, communicator, ask_all)
+        return Meetings(trainer, communicator.wishes, ask_all)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """While training, the order of all samples, the same on every rank."""
+        kwargs = super().distributed_sampler_kwargs
+        return {**kwargs, **WHOLE_SET} if self._sharing is not None and self._in_training else kwargs
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._sharing is None or not self._in_training:
+            return super().process_dataloader(dataloader)
+        self._sharing.share(dataloader, self.broadcast)
+        return continuing(dataloader, self.root_device, None)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._sharing is not None:
+            assert self.lightning_module is not None
+            unshareable.refuse_loaders(self.lightning_module.trainer)
+            self._sharing.open()
+
+    @override
+    def before_batch(self, batch_idx: int) -> None:
+        super().before_batch(batch_idx)
+        if self._sharing is not None:
+            assert isinstance(self.algorithm, Asynchronous)
+            self.algorithm.claimed(self._sharing.before_batch())
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        whole = "optimizer_states" in checkpoint
+        if self._sharing is not None and self._algorithm is not None and whole and not self._algorithm.comm.failed:
+            state = self._sharing.state_dict(partial(self.reduce, reduce_op="sum"))
+            checkpoint = checkpoint if state is None else {**checkpoint, KEY: state}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(  # type: ignore[override]  # as in the base class
+        self, checkpoint_path: _PATH, **options: Any
+    ) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        if self._sharing is not None and (state := self.broadcast(checkpoint.get(KEY))) is not None:
+            own = self.global_rank if self._resumed is not None else 0
+            self._sharing.load_state_dict(state, checkpoint["loops"], own)
+        return checkpoint
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        self._refuse_in_step("reduces over all ranks (a metric with sync_dist=True and on_step=True?)")
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        self._refuse_in_step("gathers from all ranks")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self._sharing is not None and isinstance(self._quiet, Meetings) and self._quiet.in_training_step:
+            unshareable.refuse_in_step(what)
+
+    @override
+    def teardown(self) -> None:
+        self._sharing = None
+        super().teardown()
