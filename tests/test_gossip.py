@@ -239,3 +239,34 @@ def test_an_exchange_of_different_things_is_not_begun():
     first, second = run_ranks(unlike, 2, timeout=LIMIT)
     assert first is None  # its neighbour is gone
     assert "rank 1 and rank 0 are to average different things" in second
+
+
+def slow_to_rest(rank, n):
+    """The passive worker is slow to rest, and the active one asks again as soon as it may. The sum at each of the cuts."""
+    x = [torch.full((50,), 4.0 * rank, dtype=torch.float64)]
+    gossip = Gossip(x, ring(n), rank, Ledger(), patience=20.0)
+    gossip.start(20.0)
+
+    def all_paused():
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.2)
+
+    totals = []
+    for cut in range(3):
+        for _ in range(5):
+            with gossip.moving():
+                x[0] += rank + 1.0  # both move, and differently
+            gossip.stepped()
+            gossip.fold()
+        with gossip.quiet(all_paused):
+            totals.append(float((x[0] + gossip.correction()[0]).mean()) - 5 * (cut + 1) * (rank + 1))
+            gossip.leave() if cut == 2 else None
+            dist.barrier() if cut == 2 else None
+    gossip.close()
+    return totals
+
+
+def test_nobody_goes_on_before_the_slowest_has_come_to_rest():
+    totals = run_ranks(slow_to_rest, 2, timeout=LIMIT)
+    assert [a + b for a, b in zip(*totals, strict=True)] == pytest.approx([4.0] * 3, abs=1e-12)

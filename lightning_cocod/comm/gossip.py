@@ -262,6 +262,8 @@ class Gossip:
         try:
             all_paused()
             with self._one:
+                all_paused()  # all rest now: nobody leaves, and asks again, before the slowest has come to rest
+                self.check()  # what failed after the last step must not pass in silence
                 yield
         finally:
             with self._changed:
