@@ -21,8 +21,9 @@ OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4),
     "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.05),
 }
-ALGORITHMS = [kind for kind in vars(algorithms).values() if inspect.isclass(kind) and issubclass(kind, Algorithm)]
-HAS_ROUNDS = {kind.name for kind in ALGORITHMS if kind is not Algorithm and kind.has_rounds}
+CLASSES = [kind for kind in vars(algorithms).values() if inspect.isclass(kind) and issubclass(kind, Algorithm)]
+ALGORITHMS = [kind for kind in CLASSES if hasattr(kind, "name")]
+HAS_ROUNDS = {kind.name for kind in ALGORITHMS if kind.has_rounds}
 """Names of those whose model, when it is evaluated, may lack the steps since a round has ended."""
 
 

@@ -52,7 +52,7 @@ RUNS = {
     "ad_psgd": "ad_psgd()",
     "a_psgd": "a_psgd()",
 }
-ASYNCHRONOUS = {kind.name for kind in ALGORITHMS if getattr(kind, "asynchronous", False)}
+ASYNCHRONOUS = {kind.name for kind in ALGORITHMS if kind.asynchronous}
 LATE = "late"
 LATE_SHARE, LATE_FACTOR = 0.1, 4.0
 IMPORTS = ["lightning_cocod.strategies", "lightning_cocod.workloads"]  # what takes long

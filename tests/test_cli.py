@@ -30,8 +30,8 @@ LIMITS = ["trainer.limit_train_batches=4", "trainer.limit_val_batches=1", "train
 TINY = ["trainer.max_epochs=1", *LIMITS]
 LIMIT = 240  # seconds until a run counts as hung; on two busy cores a sweep of three jobs took 80
 NAMES = (
-    "ad_psgd, cd_sgd, co2, cocod, compskip_dsgd, d_psgd, dc_s3gd, ddp, diloco, dist_ef_sgd, eager_diloco, "
-    "flex_compress_sgd, local_sgd, od_sgd, overlap_local_sgd, pipe_sgd, post_local_sgd, sgp, slowmo, ssd_sgd, ssgd, "
+    "a_psgd, ad_psgd, cd_sgd, co2, cocod, compskip_dsgd, d_psgd, dc_asgd, dc_s3gd, ddp, diloco, dist_ef_sgd, eager_diloco, "
+    "eamsgd, flex_compress_sgd, local_sgd, od_sgd, overlap_local_sgd, pipe_sgd, post_local_sgd, sgp, slowmo, ssd_sgd, ssgd, "
     "streaming_diloco"
 )
 

@@ -1,5 +1,6 @@
 """The papers, one file each."""
 
+from lightning_cocod.algorithms.a_psgd import APSGD
 from lightning_cocod.algorithms.ad_psgd import ADPSGD
 from lightning_cocod.algorithms.asynchronous import Asynchronous
 from lightning_cocod.algorithms.base import Algorithm
@@ -8,10 +9,12 @@ from lightning_cocod.algorithms.co2 import CO2
 from lightning_cocod.algorithms.cocod import CoCoD
 from lightning_cocod.algorithms.compskip_dsgd import CompSkipDSGD
 from lightning_cocod.algorithms.d_psgd import DPSGD
+from lightning_cocod.algorithms.dc_asgd import DCASGD
 from lightning_cocod.algorithms.dc_s3gd import DCS3GD
 from lightning_cocod.algorithms.diloco import DiLoCo
 from lightning_cocod.algorithms.dist_ef_sgd import DistEFSGD
 from lightning_cocod.algorithms.eager_diloco import EagerDiLoCo
+from lightning_cocod.algorithms.eamsgd import EAMSGD
 from lightning_cocod.algorithms.flex_compress_sgd import FlexCompressSGD
 from lightning_cocod.algorithms.local_sgd import LocalSGD
 from lightning_cocod.algorithms.od_sgd import ODSGD
@@ -28,10 +31,13 @@ from lightning_cocod.algorithms.when import Every, Schedule, WarmUp, When
 
 __all__ = [
     "ADPSGD",
+    "APSGD",
     "CDSGD",
     "CO2",
+    "DCASGD",
     "DCS3GD",
     "DPSGD",
+    "EAMSGD",
     "ODSGD",
     "SGP",
     "SSDSGD",

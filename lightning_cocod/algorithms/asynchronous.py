@@ -41,6 +41,10 @@ class Asynchronous(Algorithm):
     deterministic = False
     has_rounds: ClassVar[bool] = False
     asynchronous: ClassVar[bool] = True
+    outlives: ClassVar[bool] = True
+    """Whether the others train on without a peer that is lost, until they meet."""
+    may_leave_out: ClassVar[bool] = False
+    """Whether a worker can do without what was not finite."""
 
     def __init__(
         self,
@@ -51,10 +55,10 @@ class Asynchronous(Algorithm):
         on_nonfinite: Literal["raise", "skip"] = "raise",
         **shared: Any,
     ) -> None:
-        if nonfinite(on_nonfinite):
+        if nonfinite(on_nonfinite) and not self.may_leave_out:
             raise ValueError(f'{self.name} takes no mean of all workers that could repair one: use on_nonfinite="raise"')
-        super().__init__(model, optimizer, when=when, **shared)
-        self.comm.outlives = True
+        super().__init__(model, optimizer, when=when, on_nonfinite=on_nonfinite, **shared)
+        self.comm.outlives = self.outlives
         self.staleness = Staleness()
         """Of what comes from others, in this worker's own steps."""
         self._meetings = 0

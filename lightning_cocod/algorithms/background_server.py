@@ -54,15 +54,6 @@ class BackgroundServer(Server):
         self._pushed: Message | None = None
         self._served: Handle[None] | None = None
 
-    @torch.no_grad()
-    def read_x(self) -> None:
-        """W ← x."""
-        self.g.copy_(self.x)
-        for W, own in zip(self.W, self.own(self.g), strict=True):
-            W.copy_(own)
-        for flat in self.g.buckets:
-            flat.zero_()
-
     def acknowledged(self) -> None:
         """Wait for the last push."""
         if self._pushed is not None:

@@ -44,7 +44,8 @@ class Server(Outgoing):
         super().__init__(optimizer, comm, shared, bucket_bytes=BUCKET_BYTES)
         self.W = [torch.zeros_like(shard) for shard in self.G]
         """This worker's shards of x."""
-        self.parts, self._gradients = self._cut()
+        self.parts, self._where = self._cut()
+        self._gradients = self.of_parts(self.G)
         self._groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for part in self.parts:
             self._groups[self.group_of[part.number]].append(part.p)
@@ -54,22 +55,36 @@ class Server(Outgoing):
         """Whether the optimizer has parts in place of parameters."""
         self._users: list[list[nn.Parameter]] = []
 
-    def _cut(self) -> tuple[list[Part], list[Tensor]]:
-        """This worker's parts of every parameter, views of W; and the like of G."""
-        parts, gradients = [], []
-        for bucket, (W, G) in enumerate(zip(self.W, self.G, strict=True)):
+    def _cut(self) -> tuple[list[Part], list[tuple[int, int, int]]]:
+        """This worker's parts of every parameter, views of W; and where in which bucket's shard they lie."""
+        parts, places = [], []
+        for bucket, W in enumerate(self.W):
             first = self.comm.rank * W.numel()
             for piece in self.layout.parts(bucket):
                 begin = max(piece.offset, first)
                 end = min(piece.offset + piece.stop - piece.start, first + W.numel())
                 if begin < end:
                     scalar = self.x[piece.index].dim() == 0
-                    weights, gradient = (t[begin - first : end - first] for t in (W, G))
+                    weights = W[begin - first : end - first]
                     p = nn.Parameter(weights.view(()) if scalar else weights)
                     start = piece.start + begin - piece.offset
                     parts.append(Part(piece.index, start, start + end - begin, p))
-                    gradients.append(gradient.view(()) if scalar else gradient)
-        return parts, gradients
+                    places.append((bucket, begin - first, end - first))
+        return parts, places
+
+    def of_parts(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Of something that is cut into shards as x is, what belongs to each part: views of these, shaped as the part."""
+        places = zip(self.parts, self._where, strict=True)
+        return [shards[bucket][begin:end].view(part.p.shape) for part, (bucket, begin, end) in places]
+
+    @torch.no_grad()
+    def read_x(self) -> None:
+        """W ← x."""
+        self.g.copy_(self.x)
+        for W, own in zip(self.W, self.own(self.g), strict=True):
+            W.copy_(own)
+        for flat in self.g.buckets:
+            flat.zero_()
 
     def replace_state(self) -> None:
         """The optimizer has loaded another state, which may be none."""

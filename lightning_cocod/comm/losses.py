@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from lightning_cocod.comm.errors import CommunicationError, PeerLost, TransportError, first_line
 from lightning_cocod.comm.heartbeat import Heartbeat
-from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread
 from lightning_cocod.comm.watchdog import Watchdog
 
@@ -17,6 +17,16 @@ _VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to sa
 _TOGETHER = 0.2  # seconds within which all connections to a peer break that is gone
 PATIENCE = _VERDICT + 2.0
 """Seconds in which a communication thread that is still at work comes to an end."""
+
+
+class Connections(Protocol):
+    """Through which a thread reaches other ranks."""
+
+    def cut(self) -> None:
+        """Wake who waits for them."""
+
+    def are_broken(self) -> bool:
+        """Whether a peer's end is gone."""
 
 
 class Losses:
@@ -84,13 +94,20 @@ class Losses:
         if self.heartbeat is not None:
             self.heartbeat.failed(reason)
 
-    def explain(self, error: TransportError, what: str) -> CommunicationError:
-        """Whose connection broke: the heartbeat knows within a few beats, unless this rank itself has given up."""
+    def explain(self, error: TransportError | PeerLost, what: str) -> CommunicationError:
+        """Whose connection broke: the heartbeat knows within a few beats, unless this rank itself has given up.
+
+        Where the heartbeat knows of nothing, a PeerLost stands.
+        """
         if self.heartbeat is not None:
             self.heartbeat.suspect()
         if self.over.wait(_VERDICT) and isinstance(self.error, CommunicationError):
             return self.error
-        lost = PeerLost(f"the connection to a peer broke during {what} although all of them live ({error})")
+        lost = (
+            error
+            if isinstance(error, PeerLost)
+            else PeerLost(f"the connection to a peer broke during {what} although all of them live ({error})")
+        )
         self.tell(str(lost))
         if self.heartbeat is not None:
             self.watchdog.alarm(lost)

@@ -20,6 +20,13 @@ class Handle(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
 
+    @classmethod
+    def of(cls, result: T) -> Handle[T]:
+        """Of a job that has ended with this result."""
+        handle = cls(lambda: result)
+        handle._settle(result, None)
+        return handle
+
     def _settle(self, result: T | None, error: BaseException | None) -> None:
         with self._lock:  # the first outcome stands: a late result never replaces a failure already seen
             if not self._done.is_set():

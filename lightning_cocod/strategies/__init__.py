@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_cocod.strategies.a_psgd import APSGDStrategy
 from lightning_cocod.strategies.ad_psgd import ADPSGDStrategy
 from lightning_cocod.strategies.asynchronous import AsynchronousStrategy
 from lightning_cocod.strategies.base import AlgorithmStrategy
@@ -10,10 +11,12 @@ from lightning_cocod.strategies.co2 import CO2Strategy
 from lightning_cocod.strategies.cocod import CoCoDStrategy
 from lightning_cocod.strategies.compskip_dsgd import CompSkipDSGDStrategy
 from lightning_cocod.strategies.d_psgd import DPSGDStrategy
+from lightning_cocod.strategies.dc_asgd import DCASGDStrategy
 from lightning_cocod.strategies.dc_s3gd import DCS3GDStrategy
 from lightning_cocod.strategies.diloco import DiLoCoStrategy
 from lightning_cocod.strategies.dist_ef_sgd import DistEFSGDStrategy
 from lightning_cocod.strategies.eager_diloco import EagerDiLoCoStrategy
+from lightning_cocod.strategies.eamsgd import EAMSGDStrategy
 from lightning_cocod.strategies.flex_compress_sgd import FlexCompressSGDStrategy
 from lightning_cocod.strategies.local_sgd import LocalSGDStrategy
 from lightning_cocod.strategies.od_sgd import ODSGDStrategy
@@ -28,6 +31,9 @@ from lightning_cocod.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 STRATEGIES: tuple[type[AlgorithmStrategy], ...] = (
     ADPSGDStrategy,
+    APSGDStrategy,
+    DCASGDStrategy,
+    EAMSGDStrategy,
     CO2Strategy,
     CoCoDStrategy,
     DCS3GDStrategy,
@@ -61,16 +67,19 @@ def register() -> None:
 __all__ = [
     "STRATEGIES",
     "ADPSGDStrategy",
+    "APSGDStrategy",
     "AlgorithmStrategy",
     "AsynchronousStrategy",
     "CDSGDStrategy",
     "CO2Strategy",
     "CoCoDStrategy",
     "CompSkipDSGDStrategy",
+    "DCASGDStrategy",
     "DCS3GDStrategy",
     "DPSGDStrategy",
     "DiLoCoStrategy",
     "DistEFSGDStrategy",
+    "EAMSGDStrategy",
     "EagerDiLoCoStrategy",
     "FlexCompressSGDStrategy",
     "LocalSGDStrategy",

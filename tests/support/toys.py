@@ -32,7 +32,7 @@ VARIANTS = {
     "streaming_diloco": {"period": 3},
 }
 """Strategies that are looked at in test_strategy, test_resume and tests of their own, with options for short runs."""
-ASYNCHRONOUS = ["ad_psgd"]
+ASYNCHRONOUS = ["ad_psgd", "a_psgd", "dc_asgd", "eamsgd"]
 """Strategies under which no two runs are equal and ranks are not in step: see test_work_sharing."""
 CLASSES = [strategy for strategy in strategies.STRATEGIES if strategy.registered_name not in (*VARIANTS, *ASYNCHRONOUS)]
 STRATEGIES = [strategy.registered_name for strategy in CLASSES]
