@@ -19,6 +19,7 @@ from table_and_plot import markdown, plot
 
 REFERENCE, BEHIND = "ddp", 0.5  # percentage points
 OWN = ("run", "ranks", "seed")  # settings in which the results of one table differ
+DASHES = ("-", "--", ":")  # of ten colours each
 HEADER = ("ranks", "run", "what", "seeds", "accuracy, %", f"beside {REFERENCE}, points", f"over {BEHIND} behind")
 
 
@@ -138,16 +139,18 @@ def report(folder: Path, results: Sequence[Result], order: Sequence[str]) -> Non
 def draw(*axes: Any, results: Sequence[Result], order: Sequence[str]) -> None:
     """A panel for each number of ranks, with a line through the means of the seeds and a dot for each seed."""
     panels = dict(zip(sorted({result.settings["ranks"] for result in results}), axes, strict=True))
-    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys([*order, *(r.name for r in results)]))}
+    names = [name for name in dict.fromkeys([*order, *(r.name for r in results)]) if name != REFERENCE]
+    styles: dict[str, dict[str, Any]] = {REFERENCE: {"color": "black", "linestyle": "-", "linewidth": 2}}
+    styles |= {name: {"color": f"C{n % 10}", "linestyle": DASHES[n // 10 % len(DASHES)]} for n, name in enumerate(names)}
+    lines: dict[str, Any] = {}
     for (ranks, name, _), seeds in trainings(results, order).items():
         curves = [result.points for result in seeds.values()]
         means = [(points[0].epoch, 100 * fmean(p.accuracy for p in points)) for points in zip(*curves, strict=True)]
-        dashed = {"linestyle": "--", "color": "black"} if name == REFERENCE else {"color": colours[name]}
-        panels[ranks].plot(*zip(*means, strict=True), label=name, **dashed)
+        (lines[name],) = panels[ranks].plot(*zip(*means, strict=True), label=name, **styles[name])
         dots = [(point.epoch, 100 * point.accuracy) for points in curves for point in points]
-        panels[ranks].plot(*zip(*dots, strict=True), ".", color=dashed["color"], alpha=0.3)
+        panels[ranks].plot(*zip(*dots, strict=True), ".", color=styles[name]["color"], alpha=0.3)
     for ranks, panel in panels.items():
         panel.set(title=f"{ranks} ranks", xlabel="epoch")
         panel.grid(alpha=0.3)
     axes[0].set(ylabel="test accuracy (%)")
-    axes[-1].legend(loc="lower right", fontsize="small")
+    axes[0].figure.legend(handles=list(lines.values()), loc="outside right upper", fontsize="x-small")

@@ -30,15 +30,18 @@ def _descendants(base: type[Algorithm]) -> list[type[Algorithm]]:
     return [c for sub in base.__subclasses__() for c in (sub, *_descendants(sub))]
 
 
-ALGORITHMS = {c.name: c for c in _descendants(Algorithm) if hasattr(c, "name") and not inspect.isabstract(c)}
-"""Every algorithm of the package by its registered name."""
+_EVERY = {c.name: c for c in _descendants(Algorithm) if hasattr(c, "name") and not inspect.isabstract(c)}
+ALGORITHMS = {name: c for name, c in _EVERY.items() if not c.asynchronous}
+"""Every algorithm of the package whose workers are in step, by its registered name."""
+ASYNCHRONOUS = {name: c for name, c in _EVERY.items() if c.asynchronous}
+"""Every other one."""
 
 
 def strategies() -> dict[str, Any]:
-    """Every strategy of the package by its registered name."""
+    """Every strategy whose ranks are in step by its registered name."""
     from lightning_cocod.strategies import STRATEGIES
 
-    return {strategy.registered_name: strategy for strategy in STRATEGIES}
+    return {strategy.registered_name: strategy for strategy in STRATEGIES if strategy.registered_name in ALGORITHMS}
 
 
 def takes(kind: type, option: str) -> bool:

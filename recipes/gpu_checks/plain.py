@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu_checks.library import ALGORITHMS, Algorithm, must_warm_up, options, takes
+from gpu_checks.library import ALGORITHMS, ASYNCHRONOUS, Algorithm, must_warm_up, options, takes
 from gpu_checks.rank import Rank, check
 from gpu_checks.training import PERIOD, flat, image_net, images, train
 from lightning_cocod.algorithms import CDSGD, CoCoD, DistEFSGD
@@ -55,6 +55,17 @@ def bits(rank: Rank) -> None:
             if algorithm.deterministic:
                 again = [torch.equal(run.before, train(rank, algorithm).before) for _ in range(3)]
                 rank.expect(all(again), f"{name}: three more runs give the same bits")
+
+
+@check()
+def asynchrony(rank: Rank) -> None:
+    """Workers that make different numbers of steps hear of each other meanwhile, and end equal and finite."""
+    for name, algorithm in ASYNCHRONOUS.items():
+        with rank.attempt(name):
+            run = train(rank, algorithm, steps=24 + 8 * rank.rank)
+            rank.expect(run.t == 24 + 8 * rank.rank, f"{name}: each rank made its own steps")
+            rank.expect(run.metrics["comm/received_bytes"] > 0, f"{name}: something was heard of the other")
+            rank.expect(rank.same(run.end) and run.end.isfinite().all(), f"{name}: replicas equal and finite at the end")
 
 
 @check()
