@@ -163,10 +163,10 @@ def supervise(lab: Ranks, events: Sequence[Event], command: Sequence[str]) -> in
             event = to_come.pop(0)
             assert isinstance(lab, Lab)
             event.act(lab)
-            print(f"[netlab] {event.at:g} s: {event.what}", flush=True)
+            print(f"[netlab] {event.at:g} s: {event.what}\n", end="", flush=True)  # in one piece
         time.sleep(0.02)
     for event in to_come:
-        print(f"[netlab] not done, as all ranks had ended before: {event.at:g} s: {event.what}", flush=True)
+        print(f"[netlab] not done, as all ranks had ended before: {event.at:g} s: {event.what}\n", end="", flush=True)
     for thread in copies:
         thread.join(10.0)  # a descendant of a rank may hold its output open for ever
     return max(code if code >= 0 else 128 - code for code in (process.returncode for process in processes))

@@ -18,13 +18,17 @@ from lightning_cocod.algorithms.local_update import GLU
 from lightning_cocod.compression import Int8
 from lightning_cocod.strategies import (
     STRATEGIES,
+    ADPSGDStrategy,
     AlgorithmStrategy,
+    APSGDStrategy,
     CDSGDStrategy,
     CO2Strategy,
     CompSkipDSGDStrategy,
+    DCASGDStrategy,
     DistEFSGDStrategy,
     DPSGDStrategy,
     EagerDiLoCoStrategy,
+    EAMSGDStrategy,
     FlexCompressSGDStrategy,
     ODSGDStrategy,
     PipeSGDStrategy,
@@ -209,7 +213,7 @@ HONOURED = {
     "weights": ([0.75, 0.25], lambda algorithm: algorithm.weights),
     "overlap": (False, lambda algorithm: getattr(algorithm, "delay", algorithm).overlap),
     "on_nonfinite": ("skip", lambda algorithm: {True: "skip", False: "raise"}[algorithm.skip_nonfinite]),
-    "lambda_0": (0.4, lambda algorithm: algorithm.compensate.lambda_0),
+    "lambda_0": (0.4, lambda algorithm: getattr(algorithm, "compensate", algorithm).lambda_0),
     "norm": ("tensor", lambda algorithm: {True: "tensor", False: "model"}[algorithm.compensate.per_tensor]),
     "lambda_max": (2.0, lambda algorithm: algorithm.compensate.lambda_max),
     "weight_decay": ("before", lambda algorithm: {True: "before", False: "after"}[algorithm.decay_before]),
@@ -224,11 +228,19 @@ HONOURED = {
     "fragments": (2, lambda algorithm: algorithm.cut),
     "delay": (2, lambda algorithm: algorithm.τ if hasattr(algorithm, "τ") else algorithm.delay.steps),
     "graph": ([[0.75, 0.25], [0.25, 0.75]], lambda algorithm: list(map(list, algorithm.matrices[0]))),
+    "topology": ("random", lambda algorithm: "in turn" if algorithm.topology._seed is None else "random"),
+    "every": (3, lambda algorithm: algorithm.every),
+    "seed": (3, lambda algorithm: algorithm.seed),
+    "max_staleness": (5, lambda algorithm: algorithm.max_staleness),
+    "adaptive": (True, lambda algorithm: algorithm.adaptive),
+    "beta": (0.8, lambda algorithm: algorithm.beta),
+    "epsilon": (1e-5, lambda algorithm: algorithm.epsilon),
+    "alpha": (0.2, lambda algorithm: algorithm.alpha),
     "keep": (0.2, lambda algorithm: algorithm.delay.keep),
     "local_update": (GLU(α=0.3), lambda algorithm: replace(algorithm.local_update, every_step=False)),  # pre_refresh's
     "scaling": ("paper", lambda algorithm: algorithm.scaling),
     "pre_refresh": ("every_step", lambda algorithm: {True: "every_step", False: "pull"}[algorithm.local_update.every_step]),
-    "compression": (Int8(block=64), lambda algorithm: algorithm.compression.codec),
+    "compression": (Int8(block=64), lambda algorithm: getattr(algorithm.compression, "codec", None) or algorithm.codec),
     "server_compression": (Int8(block=32), lambda algorithm: algorithm.server_compression.codec),
     "worker_skip": (3, lambda algorithm: algorithm.worker_skip.n),
     "server_skip": (2, lambda algorithm: algorithm.server_skip.n),
@@ -243,6 +255,9 @@ ELSEWHERE |= {"inter_node"}  # another name of period: test_hierarchy.py
 NOT_ALLOWED = {strategy: {"on_nonfinite"} for strategy in (EagerDiLoCoStrategy, CO2Strategy)}
 WITHOUT_ROUNDS = (PipeSGDStrategy, SSGDStrategy, SSDSGDStrategy, ODSGDStrategy, DPSGDStrategy, SGPStrategy)
 NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node"} for strategy in WITHOUT_ROUNDS}
+ON_SERVERS = (APSGDStrategy, DCASGDStrategy, EAMSGDStrategy)
+NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node"} for strategy in ON_SERVERS}
+NOT_ALLOWED |= {ADPSGDStrategy: {"intra_node", "ranks_per_node", "on_nonfinite"}}
 WITH_RESIDUALS_OF_PUSHES = (CDSGDStrategy, DistEFSGDStrategy, FlexCompressSGDStrategy, CompSkipDSGDStrategy)
 NOT_ALLOWED |= {strategy: {"intra_node", "ranks_per_node", "on_nonfinite"} for strategy in WITH_RESIDUALS_OF_PUSHES}
 
