@@ -53,6 +53,7 @@ RUNS = {
     "a_psgd": "a_psgd()",
 }
 ASYNCHRONOUS = {kind.name for kind in ALGORITHMS if kind.asynchronous}
+ALONE = 80  # batches of a rank alone that is not slow
 LATE = "late"
 LATE_SHARE, LATE_FACTOR = 0.1, 4.0
 IMPORTS = ["lightning_cocod.strategies", "lightning_cocod.workloads"]  # what takes long
@@ -148,7 +149,7 @@ def train(job: dict[str, Any], say: Callable[[Any], None]) -> None:
         strategy="auto" if alone else cifar10_job.strategy(run.strategy, **run.options),
         devices=1 if alone else ranks,
         max_epochs=job["epochs"],
-        limit_train_batches=job["batches"],
+        limit_train_batches=max(4, round(ALONE / slow)) if alone else job["batches"],
     )
     trainer.fit(model, DataLoader(Repeated(images, job["samples"]), job["batch_size"], shuffle=True, drop_last=True))
     if not alone:
@@ -174,6 +175,11 @@ def speed(epoch: Sequence[Sequence[Batch]]) -> float:
             inside = max(0.0, min(end, ended) - max(batch.begun, begun))
             samples += batch.samples * inside / (end - batch.begun)
     return samples / (ended - begun)
+
+
+def settled(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Without the first quarter, in which libraries load."""
+    return batches[len(batches) // 4 :]
 
 
 def tail(epoch: Sequence[Sequence[Batch]]) -> float:
@@ -219,9 +225,8 @@ def measure(run: Run, factor: float | str, options: argparse.Namespace) -> Figur
     """A run at a factor, beside the ranks alone."""
     base = {"ranks": options.ranks, "factor": factor, "ms": options.ms, "batch_size": options.batch_size, "lr": options.lr}
     slow = 1.0 if factor == LATE else float(factor)
-    few = {**base, "epochs": 1, "batches": 20 if slow < 10 else 5, "samples": options.samples}
-    (alone,), _ = listen({**few, "run": None}, options)
-    own = sum(speed([batches[1:]]) for batches in alone)
+    (alone,), _ = listen({**base, "epochs": 1, "samples": options.samples, "run": None}, options)
+    own = sum(speed([settled(batches)]) for batches in alone)
     whole = {**base, "epochs": options.epochs, "batches": None, "samples": options.samples, "run": str(run)}
     if shared(run):
         epochs, accuracy = listen(whole, options)
@@ -229,7 +234,7 @@ def measure(run: Run, factor: float | str, options: argparse.Namespace) -> Figur
     else:
         _, accuracy = listen({**whole, "ms": 0.0}, options)
         epochs, _ = listen({**whole, "epochs": 1, "batches": options.slow_steps}, options)
-        measured = [[batches[len(batches) // 4 :] for batches in epoch] for epoch in epochs]
+        measured = [list(map(settled, epoch)) for epoch in epochs]
     seconds = slow * options.ms / 1e3 * options.batch_size
     return Figures(
         [speed(epoch) / own for epoch in measured],
