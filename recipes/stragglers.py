@@ -39,6 +39,7 @@ import lightning as L
 import torch
 from accuracy_runs import ALGORITHMS, OPTIMIZERS, Run, as_run, chosen
 from table_and_plot import markdown
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cocod.workloads import DigitsDataModule
@@ -128,11 +129,24 @@ class Sleeper(L.LightningModule):
         return self.optimizer(self.parameters())
 
 
+class Together(L.Callback):
+    """Ranks that know nothing of each other begin at the same time, so that none trains while others load libraries."""
+
+    def __init__(self, store: TCPStore, ranks: int) -> None:
+        self.store, self.ranks = store, ranks
+
+    def on_train_start(self, *_: Any) -> None:
+        if self.store.add("here", 1) == self.ranks:
+            self.store.set("all here", "")
+        self.store.wait(["all here"])
+
+
 def train(job: dict[str, Any], say: Callable[[Any], None]) -> None:
     """One rank of a training, or for ``alone`` one of several that know nothing of each other."""
     rank, ranks, alone = int(os.environ["LOCAL_RANK"]), job["ranks"], job["run"] is None
     run = as_run(job["run"] or "ddp()")
     slow = job["factor"] if rank == ranks - 1 and job["factor"] != LATE else 1.0
+    meeting = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, rank == 0) if alone else None
     if alone:  # not even the launcher's environment
         os.environ.update(WORLD_SIZE="1", LOCAL_RANK="0")
     L.seed_everything(0, verbose=False)
@@ -149,6 +163,7 @@ def train(job: dict[str, Any], say: Callable[[Any], None]) -> None:
         strategy="auto" if alone else cifar10_job.strategy(run.strategy, **run.options),
         devices=1 if alone else ranks,
         max_epochs=job["epochs"],
+        callbacks=[] if meeting is None else [Together(meeting, ranks)],
         limit_train_batches=max(4, round(ALONE / slow)) if alone else job["batches"],
     )
     trainer.fit(model, DataLoader(Repeated(images, job["samples"]), job["batch_size"], shuffle=True, drop_last=True))
