@@ -479,16 +479,51 @@ def test_without_what_the_checkpoint_knows_batches_come_again(tmp_path):
     assert len([*chain(*had, *(result["numbers"] for result in results))]) == 32 + 4
 
 
-def test_ranks_for_which_nothing_is_left(tmp_path):
-    """Five batches, four of which have been trained on, and two or three ranks."""
+class ReducesAnEpoch(Counts):
+    """Ranks meet in a metric of the epoch. Notes which samples are trained on."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.samples = []
+
+    def training_step(self, batch, batch_idx):
+        self.samples += batch[2].tolist()
+        loss = super().training_step(batch, batch_idx)
+        self.log("epoch/loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def reducing(rank, world, path, hook, n):
+    """The samples of this run's first epoch, until it is saved or from then on."""
+    saves = Saves(path, hook, 2) if hook is not None else Saves(path, "on_fit_end", 2)
+    strategy = ApartStrategy(process_group_timeout=15)
+    model, run = fit(
+        rank,
+        world,
+        n=n,
+        slow=None,
+        callbacks=[saves],
+        module=ReducesAnEpoch,
+        path=path if hook is None else None,
+        strategy=strategy,
+        max_epochs=1,
+    )
+    return {"had": saves.had, "samples": model.samples, "reduced": "epoch/loss" in run.callback_metrics}
+
+
+@pytest.mark.parametrize(("n", "left"), [(20, 4), (17, 1)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_a_resumed_epoch_that_has_fewer_batches_left_than_there_are_ranks(n, left, world, tmp_path):
+    """Five batches, four of which have been trained on. A rank without any would keep the others waiting for its metric."""
     path = str(tmp_path / "saved.ckpt")
-    options = {"n": 17, "num_sanity_val_steps": 0}
-    had = run_ranks(saving, 2, path, IN_BATCH, 2, options, init=False, timeout=40)
-    assert sorted(chain(*had)) == [0, 1, 2, 3]
-    for world in (2, 3):
-        results = run_ranks(resuming, world, path, options, init=False, timeout=40)
-        assert sorted(chain(*(result["numbers"] for result in results))) == [4, 5, 6, 7, 8, 9]
-        assert {result["evaluated"] for result in results} == {2}
+    first = run_ranks(reducing, 2, path, IN_BATCH, n, init=False, timeout=40)
+    assert sorted(chain(*(result["had"] for result in first))) == [0, 1, 2, 3]
+    results = run_ranks(reducing, world, path, None, n, init=False, timeout=40)
+    assert all(result["reduced"] and result["samples"] for result in results)
+    assert {*chain(*(result["samples"] for result in results))}.isdisjoint(chain(*(r["samples"][:8] for r in first)))
+    parts = [*chain(*(result["samples"] for result in results))]
+    assert len({*parts}) == left
+    assert len(parts) == max(left, world)  # each once, unless there are fewer samples than ranks
 
 
 def test_other_data_is_refused(tmp_path):

@@ -178,6 +178,9 @@ class WorkSharing:
 class _Batches(SharedEpoch):
     """Of a loader that Lightning sets up: with the length of an equal share and no batch until it is open.
 
+    Lightning's epoch is that of all ranks only if each has a batch in it: one without any has nothing to reduce where the
+    others reduce their metrics. Where a resumed epoch has fewer batches left than there are ranks, these share them.
+
     Args:
         begin: makes an iterator.
         *args: see ``SharedEpoch``.
@@ -194,6 +197,23 @@ class _Batches(SharedEpoch):
         if self.is_open:
             raise TypeError("nobody knows how many batches of a shared epoch will be this rank's")
         return math.ceil(self.total / self.world_size)
+
+    @override
+    def claim(self) -> int | None:
+        few = len(self._todo)
+        if self.claimed or not 0 < few <= self.rank:
+            return super().claim()
+        self.claimed.append(self._todo[self.rank % few])
+        return self.claimed[-1]
+
+    @override
+    def samples(self, number: int) -> list[int]:
+        """Of a batch, or this rank's part of it. Who would have none, since there are so few, has the whole batch."""
+        batch, few = super().samples(number), len(self._todo)
+        if few >= self.world_size:
+            return batch
+        part, parts = self.rank // few, math.ceil((self.world_size - self.rank % few) / few)
+        return batch[part::parts] or batch
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
