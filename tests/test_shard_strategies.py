@@ -85,3 +85,21 @@ def test_the_loss_of_a_rank_ends_all(strategy, how):
     outcomes = run_ranks_raw(killed, 2, strategy, how, init=False, timeout=LIMIT, grace=30.0)
     assert [o.status for o in outcomes] == ["error", "died"]
     assert "PeerLost: rank 1 " in outcomes[0].traceback
+
+
+class SkipsTheRest(Recording):
+    """Rank 1 is done with an epoch after a batch, and the others train on without it."""
+
+    def on_train_batch_start(self, batch, number):
+        return -1 if self.global_rank == 1 and number == 1 else None
+
+
+def bounded(rank, world, strategy, how):
+    model, _ = fit(rank, world, slow=None, module=SkipsTheRest, strategy=strategy(max_staleness=1, **how))
+    return [len(epoch) for epoch in model.seen]
+
+
+@pytest.mark.parametrize(("strategy", "how"), [(APSGDStrategy, {}), (EAMSGDStrategy, {"period": 1})])
+def test_nobody_waits_for_a_rank_that_has_come_to_the_end_of_an_epoch(strategy, how):
+    fast, slow = run_ranks(bounded, 2, strategy, how, init=False, timeout=LIMIT)
+    assert all(few == 1 and many > 4 for few, many in zip(slow, fast, strict=True))

@@ -152,7 +152,7 @@ class APSGD(OnShards):
         """The model is W, and the optimizers have their states."""
         if not self._started:
             return
-        with self._meeting():
+        with self.meeting():
             for optimizer, server in self.servers.items():
                 optimizer.state = server.whole_state(self.subject("optimizer", counted=False))
             super().finish()
@@ -169,7 +169,7 @@ class APSGD(OnShards):
             )
             with server.shown(defaultdict(dict)):
                 return super().optimizer_state(optimizer)
-        with self._meeting(), server.shown(server.whole_state(self.subject("optimizer", counted=False))):
+        with self.meeting(), server.shown(server.whole_state(self.subject("optimizer", counted=False))):
             return super().optimizer_state(optimizer)
 
     # Inside

@@ -131,7 +131,7 @@ class ADPSGD(Asynchronous):
         with super().consensus():
             yield
         if self._started and not self._resting and self._parameters() != self.x:
-            with self._meeting():
+            with self.meeting():
                 self.gossip.fold()
                 self._leave()
                 self._all_paused()  # before nobody looks for the others any more, none of them closes

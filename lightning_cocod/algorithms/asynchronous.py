@@ -82,27 +82,44 @@ class Asynchronous(Algorithm):
         self.comm.steps = self.t
 
     @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around what all workers do together: nothing goes on beside training, and nobody waits for a worker that has come.
+
+        Collective. Inside another one it is part of that.
+        """
+        if self._resting or not self._started or self.comm.world_size == 1:
+            yield
+            return
+        self._meetings += 1
+        with self._rest(lambda: self._all_paused()):
+            self._resting = True
+            try:
+                yield
+            finally:
+                self._resting = False
+
+    @contextmanager
     def consensus(self) -> Iterator[None]:
         """Inside, the model is the mean of all workers' masters, and everything rests. Collective."""
         if not self._started or self.replica.is_aside:
             with super().consensus():
                 yield
             return
-        with self._meeting(), super().consensus():
+        with self.meeting(), super().consensus():
             yield
 
     def finish(self) -> None:
         """Every replica ends on the mean of the masters. Collective."""
         if not self._started:
             return
-        with self._meeting():
+        with self.meeting():
             self._leave()
             super().finish()
         self.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Adds what goes on beside training, at rest on all workers: a consistent cut. Collective after ``start``."""
-        with self._meeting():
+        with self.meeting():
             return {**super().state_dict(), "meetings": self._meetings, "claimed": self._claimed, **self._state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,19 +149,6 @@ class Asynchronous(Algorithm):
     @abstractmethod
     def _state(self) -> dict[str, Any]:
         """What is part of the state; at rest."""
-
-    @contextmanager
-    def _meeting(self) -> Iterator[None]:
-        if self._resting or not self._started or self.comm.world_size == 1:
-            yield
-            return
-        self._meetings += 1
-        with self._rest(lambda: self._all_paused()):
-            self._resting = True
-            try:
-                yield
-            finally:
-                self._resting = False
 
     def _all_paused(self) -> None:
         """Returns once all workers have called it."""

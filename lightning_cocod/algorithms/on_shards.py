@@ -85,7 +85,7 @@ class OnShards(Asynchronous):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from such a cut. Collective after ``start``."""
-        with self._meeting():
+        with self.meeting():
             super().load_state_dict(state)
             self._load(state)
 

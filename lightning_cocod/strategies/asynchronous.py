@@ -65,7 +65,8 @@ class AsynchronousStrategy(AlgorithmStrategy):
     ) -> QuietLoop:
         if self._sharing is None:
             return super()._quiet_loop(trainer, communicator, ask_all)
-        return Meetings(trainer, communicator.wishes, ask_all)
+        assert isinstance(self.algorithm, Asynchronous)
+        return Meetings(trainer, communicator.wishes, ask_all, self.algorithm.meeting)
 
     @property
     @override

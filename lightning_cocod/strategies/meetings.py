@@ -8,6 +8,8 @@ at the meeting for which they have come before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -17,13 +19,32 @@ from typing_extensions import override
 from lightning_cocod.strategies.quiet import REQUEUE, SIGTERM, STOP, QuietLoop
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_cocod.comm.wishes import Wishes
 
 
 class Meetings(QuietLoop):
-    """As ``QuietLoop``, for ranks that are not in step."""
+    """As ``QuietLoop``, for ranks that are not in step.
+
+    Args:
+        trainer: whose loop.
+        wishes: of the ranks.
+        ask_all: see ``QuietLoop``.
+        meeting: the algorithm's: a rank that is bound to others' steps does not wait for one that waits for it here.
+    """
 
     _agreement: Wishes
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        wishes: Wishes,
+        ask_all: Callable[[str, bool], bool],
+        meeting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(trainer, wishes, ask_all)
+        self._meeting = meeting
 
     @property
     def in_training_step(self) -> bool:
@@ -41,7 +62,8 @@ class Meetings(QuietLoop):
 
     def decide_together(self) -> None:
         """As ``QuietLoop.decide_together``."""
-        super().decide_together()
+        with self._meeting():
+            super().decide_together()
         self._agreement.granted([STOP])
 
     def _hear_wishes(self) -> bool:
