@@ -748,3 +748,51 @@ def whole_job(rank, n):
 
 def test_steps_of_the_whole_job_are_known_from_heartbeats_or_claims():
     assert run_ranks(whole_job, 2, timeout=LIMIT) == [12, 12]
+
+
+def loads_late(rank, n):
+    """Rank 1 loads long after rank 0 has; a step of rank 0 would have it asked meanwhile."""
+    model = Net(rank, apart=True)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    a.start(broadcast=False)
+    state = a.state_dict()
+    state["c"] = [torch.full_like(c, rank + 1.0) for c in state["c"]]
+    before = vector(a.x) + rank + 1.0
+    if rank == 1:
+        deadline = time.monotonic() + 1.0
+        while a.gossip.exchanges == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        a.load_state_dict(state)
+    else:
+        a.load_state_dict(state)
+        model.loss(0).backward()
+        a.step()
+        eventually(lambda: a.gossip.exchanges > 0)
+    after = master(a)
+    a.finish()
+    a.close()
+    return before, after
+
+
+def test_nobody_exchanges_with_a_worker_that_has_yet_to_load_its_state():
+    results = run_ranks(loads_late, 2, timeout=LIMIT)
+    torch.testing.assert_close(sum(after for _, after in results), sum(before for before, _ in results))
+
+
+def state_at_the_end(rank, n):
+    model = Net(rank, apart=True)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    a.start(broadcast=False)
+    model.loss(0).backward()
+    a.step()
+    eventually(lambda: a.gossip.exchanges > 0)
+    assert any(bool(c.any()) for c in a.gossip.correction())
+    a.finish()
+    c = a.state_dict()["c"]
+    a.close()
+    return vector(c)
+
+
+def test_what_finish_has_put_into_the_model_is_not_saved_beside_it():
+    for c in run_ranks(state_at_the_end, 2, timeout=LIMIT):
+        assert not c.any()

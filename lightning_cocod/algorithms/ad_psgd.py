@@ -143,9 +143,10 @@ class ADPSGD(Asynchronous):
         self.gossip.close(goodbye=isinstance(self.comm.losses.error, PeerLost))  # then it is not this one that is lost
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """c as it was."""
-        super().load_state_dict(state)
-        self.gossip.set_correction(state["c"])
+        """c as it was. Collective after ``start``: nobody exchanges with a worker that has yet to load its own."""
+        with self.meeting():
+            super().load_state_dict(state)
+            self.gossip.set_correction(state["c"])
 
     def metrics(self, since: Any = None) -> dict[str, float]:
         """Adds the exchanges of this worker, and how many of them a gradient has missed."""
@@ -166,7 +167,8 @@ class ADPSGD(Asynchronous):
         self.gossip.leave()
 
     def _state(self) -> dict[str, Any]:
-        return {"c": self.gossip.correction()}
+        c = self.gossip.correction()
+        return {"c": c if self._started else [torch.zeros_like(value) for value in c]}  # finish() has put it into x
 
     def _gossip(self) -> Gossip:
         return Gossip(
