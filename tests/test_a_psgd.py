@@ -446,6 +446,7 @@ def refusals(rank, n):
         lambda: DCASGD(model, optimizer, beta=1.0),
         lambda: EAMSGD(model, optimizer, alpha=2.0),
         lambda: EAMSGD(model, optimizer, period=0),
+        lambda: APSGD(model, optimizer, weights=[1.0, 3.0]),
     ):
         with pytest.raises((ValueError, TypeError)) as error:
             make()
@@ -467,7 +468,7 @@ def test_wrong_input_is_told_in_one_line():
         assert all("\n" not in text for text in said)
         for text, word in zip(
             said,
-            ["max_staleness", "overlap", "compression", "common", "whole", "lambda_0", "beta", "alpha", "period"],
+            ["max_staleness", "overlap", "compression", "common", "whole", "lambda_0", "beta", "alpha", "period", "weights"],
             strict=True,
         ):
             assert word in text

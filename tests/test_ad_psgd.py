@@ -686,6 +686,7 @@ def test_idle_threads_cost_no_time_of_the_processor():
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite"),
         ({"intra_node": 2}, "no local steps"),
+        ({"weights": [1.0]}, "weighs all workers alike"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(options, message):
