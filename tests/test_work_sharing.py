@@ -357,6 +357,25 @@ def early_stopping(rank, world):
     return run.current_epoch, samples(model.seen)
 
 
+class Terminated(Callback):
+    """Rank 1 gets SIGTERM in a validation."""
+
+    def on_validation_batch_start(self, trainer, *_):
+        if trainer.global_rank == 1 and not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated(rank, world):
+    strategy = ApartStrategy(process_group_timeout=15)
+    options = {"n": 68, "slow": None, "validation": True, "val_check_interval": 8}  # the last of 17 batches is left
+    with pytest.raises(SIGTERMException):
+        fit(rank, world, strategy=strategy, callbacks=[Terminated()], **options)
+
+
+def test_sigterm_in_a_validation_after_which_one_rank_has_no_batch_any_more():
+    run_ranks(terminated, 2, init=False, timeout=40)
+
+
 def test_early_stopping_stops_where_it_says():
     results = run_ranks(early_stopping, 2, init=False)
     assert [epoch for epoch, _ in results] == [2, 2]

@@ -84,15 +84,24 @@ class EAMSGD(OnShards):
     # The verbs
 
     def _make_owners(self) -> list[Owner]:
-        self.rounds.ends, self._asked = None, None
+        self.x, self.rounds.ends, self._asked = self._parameters(), None, None
         self.rounds.begin(self.t)
         self.centre = Centre(self.x, self.comm, self.alpha, self.turn, self.staleness)
         return [self.centre]
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """d is subtracted where it has come, and asked for where it is time."""
+        """d is subtracted where it has come, and asked for where it is time.
+
+        Raises:
+            RuntimeError: parameters have joined the optimizer, of which the centre knows nothing.
+        """
         super().after_step()
+        if list(map(id, self._parameters())) != list(map(id, self.x)):
+            raise RuntimeError(
+                f"parameters have joined the optimizer, and the centre of {self.name} has not: let them join before "
+                "training starts, or between finish() and start() on all ranks"
+            )
         due = self.rounds.ends is not None and self.t >= self.rounds.ends
         if self._asked is not None and (due or self._asked.done()):
             self._subtract()
