@@ -11,6 +11,7 @@ import torch
 from support.ranks import run_ranks, run_ranks_raw
 from test_a_psgd import fatal, gradient, many_turns, run_away, schedule_of
 from test_cocod import LR, TOL, X0, Quadratic, bitwise, distance
+from torch import nn
 
 from lightning_cocod.algorithms import EAMSGD
 from lightning_cocod.algorithms.eamsgd import Centre
@@ -185,3 +186,34 @@ def test_the_loss_of_a_worker_ends_the_run_on_all_and_names_it():
     outcomes = run_ranks_raw(fatal, 3, signal.SIGKILL, EAMSGD, {"period": 2}, timeout=LIMIT, grace=20.0)
     assert [o.status for o in outcomes] == ["error", "died", "error"]
     assert all("PeerLost: rank 1 is lost" in outcomes[rank].traceback for rank in (0, 2))
+
+
+def joins(rank, n):
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    algo = EAMSGD(model, torch.optim.SGD(model.parameters(), 0.1), period=2)
+    with pytest.raises(RuntimeError, match="have joined the optimizer"), algo:
+        model.bias.requires_grad_(True)
+        model(torch.ones(3)).sum().backward()
+        algo.step()
+    return True
+
+
+def test_parameters_that_the_centre_does_not_have_are_refused():
+    assert all(run_ranks(joins, 2, timeout=LIMIT))
+
+
+def unfrozen_before_the_start(rank, n):
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    algo = EAMSGD(model, torch.optim.SGD(model.parameters(), 0.1), period=1)
+    model.bias.requires_grad_(True)
+    with algo:
+        (model(torch.ones(3)) * (rank + 1)).sum().backward()
+        algo.step()
+    return model.bias.detach()
+
+
+def test_parameters_that_join_before_the_start_are_in_the_centre():
+    first, second = run_ranks(unfrozen_before_the_start, 2, timeout=LIMIT)
+    assert torch.equal(first, second)

@@ -35,7 +35,7 @@ class Asynchronous(Algorithm):
         **shared: ``communicator``, ``timeout``, … (see ``Algorithm``).
 
     Raises:
-        ValueError: ``on_nonfinite="skip"``: to repair a worker takes a mean of all the others.
+        ValueError: ``on_nonfinite="skip"``: to repair a worker takes a mean of all the others; ``weights``.
     """
 
     deterministic = False
@@ -57,6 +57,8 @@ class Asynchronous(Algorithm):
     ) -> None:
         if nonfinite(on_nonfinite) and not self.may_leave_out:
             raise ValueError(f'{self.name} takes no mean of all workers that could repair one: use on_nonfinite="raise"')
+        if shared.get("weights") is not None:
+            raise ValueError(f"{self.name} weighs all workers alike: leave weights out")
         super().__init__(model, optimizer, when=when, on_nonfinite=on_nonfinite, **shared)
         self.comm.outlives = self.outlives
         self.staleness = Staleness()
@@ -126,6 +128,14 @@ class Asynchronous(Algorithm):
         """Continue from such a cut."""
         super().load_state_dict(state)
         self._meetings, self._claimed, self.comm.steps = state["meetings"], state["claimed"], self.t
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """All workers weigh alike.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{self.name} weighs all workers alike: set no weights")
 
     def metrics(self, since: Any = None) -> dict[str, float]:
         """Adds the staleness of what has been merged."""
