@@ -5,12 +5,14 @@ The quadratics are those of test_cocod. Turns are forced by barriers of the defa
 
 import contextlib
 import copy
+import gc
 import json
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -484,3 +486,34 @@ def test_other_options_on_another_rank_are_noticed():
     outcomes = run_ranks_raw(other_options, 2, timeout=LIMIT)
     assert [o.status for o in outcomes] == ["error"] * 2
     assert any("MessageMismatch" in o.traceback for o in outcomes)
+
+
+def started_again(rank, n):
+    model = Quadratic(rank)
+    algo = APSGD(model, torch.optim.SGD(model.parameters(), LR))
+    algo.start()
+    first = weakref.ref(algo.service)
+    algo.finish()
+    gc.collect()
+    gone = first() is None
+    algo.close()
+    return gone
+
+
+def test_a_service_that_has_ended_is_not_kept():
+    assert all(run_ranks(started_again, 2, timeout=LIMIT))
+
+
+def numpys_rate(rank, n):
+    model = Quadratic(rank)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    with APSGD(model, optimizer, overlap=False) as algo:
+        before = model.x.detach().clone()
+        optimizer.param_groups[0]["lr"] = np.float32(0.0)
+        model().backward()
+        algo.step()
+        return torch.equal(model.x, before)
+
+
+def test_a_rate_of_numpys_is_told_as_well():
+    assert all(run_ranks(numpys_rate, 2, timeout=LIMIT))

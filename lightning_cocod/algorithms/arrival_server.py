@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -146,11 +147,11 @@ def _can_be_told(value: Any) -> bool:
         return value.numel() == 1
     if isinstance(value, tuple | list):
         return all(map(_can_be_told, value))
-    return isinstance(value, bool | int | float | str | None)
+    return isinstance(value, bool | int | float | str | np.generic | None)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.generic):
         return value.item()
     return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
 

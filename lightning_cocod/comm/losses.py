@@ -54,6 +54,12 @@ class Losses:
         self._threads.append(thread)
         self._connections.append(connections)
 
+    def forget(self, thread: CommunicationThread, connections: Connections) -> None:
+        """They have come to their end."""
+        if thread in self._threads:
+            self._threads.remove(thread)
+            self._connections.remove(connections)
+
     @property
     def error(self) -> BaseException | None:
         """What has ended communication, if anything has."""

@@ -145,6 +145,8 @@ class ShardService:
         self._closing = True
         if self._worker is not None:
             self._worker.close(timeout=5.0)
+            if well:
+                self.comm.losses.forget(self._worker, self)
         if well:
             for link in self._asked.values():
                 try:
