@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_cocod.strategies.meetings import Meetings
 from lightning_cocod.strategies.replaced import Replaced, then
@@ -202,6 +203,8 @@ class SharedCalendar:
         self._loop.val_loop.run()
         trainer.training = True
         connector._first_loop_iter = first
+        if trainer.received_sigterm:
+            raise SIGTERMException  # here, where all are: some have no batch any more before which they would look at it
         self._closed = self._stops  # all ranks know, and leave the epoch
 
     # Schedules
