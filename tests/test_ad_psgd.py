@@ -797,3 +797,31 @@ def state_at_the_end(rank, n):
 def test_what_finish_has_put_into_the_model_is_not_saved_beside_it():
     for c in run_ranks(state_at_the_end, 2, timeout=LIMIT):
         assert not c.any()
+
+
+def codes_overflow(rank, n):
+    """Weights of rank 0 that are finite, and whose squares are not."""
+    model = Net(rank, dtype=torch.float32)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), lr=0.0), compression="int8")
+    a.start()
+    if rank == 0:
+        with torch.no_grad():
+            model.a.fill_(1e20)
+    model.loss(0).backward()
+    a.step()
+    if rank == 0:
+        eventually(lambda: a.gossip._error is not None or a.gossip.exchanges > 0)
+        with pytest.raises(NonFiniteMessage):
+            a.gossip.check()
+    else:
+        eventually(lambda: not a.gossip.neighbours or a.gossip.exchanges > 0)
+    c = vector(a.gossip.correction())
+    a.release()
+    a.comm.abort(RuntimeError("the end of the test"))
+    a.close()
+    return c
+
+
+def test_a_code_that_overflows_reaches_nobody():
+    for c in run_ranks(codes_overflow, 2, timeout=LIMIT):
+        assert not c.any()

@@ -344,12 +344,14 @@ class Gossip:
                 size = norm(self._s.buckets)
                 fit = finite(self._s.buckets, size)
                 if fit:
-                    wire.encode(self._s)
+                    fit = wire.encode(self._s)
                 began = time.perf_counter()
                 header = link.swap(DATA, wire.outgoing, wire.incoming, step=step, finite=fit, silence=silence)
                 self._ledger.add(busy=time.perf_counter() - began, raw=self.layout.nbytes, messages=1)
                 if not fit:
-                    raise NonFiniteMessage(f"rank {self.rank} has NaN or infinity in its weights at local step {step}")
+                    raise NonFiniteMessage(
+                        f"rank {self.rank} has NaN or infinity in its weights, or in the code of them, at local step {step}"
+                    )
                 if header.finite:
                     wire.difference_(self._s)
                     with self.turn:

@@ -31,8 +31,8 @@ class Wire(ABC):
     incoming: list[Tensor]
 
     @abstractmethod
-    def encode(self, s: Buffer) -> None:
-        """outgoing ← what tells of the snapshot s."""
+    def encode(self, s: Buffer) -> bool:
+        """outgoing ← what tells of the snapshot s, which is finite. Returns whether that is, too."""
 
     @abstractmethod
     def difference_(self, s: Buffer) -> None:
@@ -74,9 +74,10 @@ class Plain(Wire):
         self._out, self._in = Host(s.buckets), Host(self._y.buckets)
         self.outgoing, self.incoming = self._out.tensors, self._in.tensors
 
-    def encode(self, s: Buffer) -> None:
+    def encode(self, s: Buffer) -> bool:
         """As it is."""
         self._out.load()
+        return True
 
     @torch.no_grad()
     def difference_(self, s: Buffer) -> None:
@@ -157,8 +158,8 @@ class Coded(Wire):
         self.incoming = [*self._in.tensors, coding.received_scales]
 
     @torch.no_grad()
-    def encode(self, s: Buffer) -> None:
-        """C(u) and β."""
+    def encode(self, s: Buffer) -> bool:
+        """C(u) and β, which is not finite where C(u) or a square of it is not."""
         coding = self._coding
         active, passive, me = self._edge
         seed = (active, passive, self._exchanges, -1 if coding.codec.draws_alike else me)
@@ -168,8 +169,9 @@ class Coded(Wire):
             coding.encode(u, j, seed)
             coding.codec.decode(coding.sent[j], q)
             size = torch.dot(q, q).double()
-            coding.sent_scales[j] = torch.where(size > 0, torch.dot(u, q).double() / size, 0.0)
+            coding.sent_scales[j] = torch.where(size == 0, 0.0, torch.dot(u, q).double() / size)
         self._out.load()
+        return bool(coding.sent_scales.isfinite().all())
 
     @torch.no_grad()
     def difference_(self, s: Buffer) -> None:
