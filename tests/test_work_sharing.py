@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.apart import ApartStrategy
+from support.faults import forked
 from support.ranks import RankFailed, run_ranks
 from support.toys import Toy, trainer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, WeightedRandomSampler
@@ -374,6 +375,22 @@ def terminated(rank, world):
 
 def test_sigterm_in_a_validation_after_which_one_rank_has_no_batch_any_more():
     run_ranks(terminated, 2, init=False, timeout=40)
+
+
+class Dies(Callback):
+    def on_train_batch_start(self, trainer, module, batch, number):
+        if trainer.global_rank == 0 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses_the_store(rank, world):
+    fit(rank, world, n=40_000, slow=None, strategy=ADPSGDStrategy(timeout=5), callbacks=[Dies()])
+
+
+def test_the_loss_of_rank_0_and_its_store_is_named_where_a_batch_is_claimed():
+    _, (code, words) = run_ranks(forked, 2, loses_the_store, init=False, timeout=60)
+    assert code == 1
+    assert re.match(r"lightning_cocod\S*PeerLost: rank 0\D", words.strip().splitlines()[-1]), words
 
 
 def test_early_stopping_stops_where_it_says():

@@ -49,7 +49,7 @@ class AsynchronousStrategy(AlgorithmStrategy):
         trainer = self.lightning_module.trainer
         if self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             unshareable.refuse_run(trainer, synchronous_batch_norm=self._layer_sync is not None)
-            self._sharing = WorkSharing(trainer, self.global_rank, self.world_size)
+            self._sharing = WorkSharing(trainer, self.global_rank, self.world_size, self._named)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +35,13 @@ class WorkSharing:
         trainer: in a fit.
         rank: of this process.
         world_size: N.
+        named: around what fails if a peer is lost, and is told what that is; says which peer it was.
     """
 
-    def __init__(self, trainer: pl.Trainer, rank: int, world_size: int) -> None:
-        self._trainer, self._rank, self._n = trainer, rank, world_size
+    def __init__(
+        self, trainer: pl.Trainer, rank: int, world_size: int, named: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._trainer, self._rank, self._n, self._named = trainer, rank, world_size, named
         self._batches: _Batches | None = None
         self._before: set[int] = set()  # batches of this epoch that were trained on before the run was resumed
         self._count = 0  # those that this rank has begun to train on since
@@ -69,6 +73,7 @@ class WorkSharing:
         generators = [getattr(owner, "generator", None) for owner in (sampler, inside)]
         self._batches = _Batches(
             self._begin,
+            self._named,
             sampler,
             loader.batch_size,
             drop_last=loader.drop_last,
@@ -183,13 +188,20 @@ class _Batches(SharedEpoch):
 
     Args:
         begin: makes an iterator.
+        named: see ``WorkSharing``.
         *args: see ``SharedEpoch``.
         **options: see ``SharedEpoch``.
     """
 
-    def __init__(self, begin: Callable[[], Iterator[list[int]]], *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[list[int]]],
+        named: Callable[[str], AbstractContextManager[None]],
+        *args: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._begin, self.is_open = begin, False
+        self._begin, self._named, self.is_open = begin, named, False
         self.there_are = self.total
         """Batches of the whole data set."""
 
@@ -202,9 +214,15 @@ class _Batches(SharedEpoch):
     def claim(self) -> int | None:
         few = len(self._todo)
         if self.claimed or not 0 < few <= self.rank:
-            return super().claim()
+            with self._named("the claim of a batch"):  # the store may be gone, and the rank that hosts it
+                return super().claim()
         self.claimed.append(self._todo[self.rank % few])
         return self.claimed[-1]
+
+    @override
+    def left(self) -> int:
+        with self._named("the claim of a batch"):
+            return super().left()
 
     @override
     def samples(self, number: int) -> list[int]:
