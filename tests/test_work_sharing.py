@@ -507,6 +507,20 @@ def test_a_resumed_run_sees_the_rest_exactly_once(hook, time, validations, world
         assert {result["evaluated"] for result in results} == {validations}
 
 
+def alone(rank, world, path, options):
+    model, run = fit(rank, world, slow=None, validation=True, path=path, **options)
+    return samples(model.seen[:1]), run.current_epoch
+
+
+@pytest.mark.parametrize(("hook", "time"), [(IN_BATCH, 2), (VALIDATED, 3)])
+def test_one_rank_alone_begins_the_epoch_again(hook, time, tmp_path):
+    path, options = str(tmp_path / "saved.ckpt"), {"val_check_interval": 0.25, "num_sanity_val_steps": 0}
+    run_ranks(saving, 2, path, hook, time, options, init=False, timeout=40)
+    (first, epoch), *_ = run_ranks(alone, 1, path, options, init=False, timeout=40)
+    assert {*first} == {*range(61)}
+    assert epoch == 2
+
+
 def test_without_what_the_checkpoint_knows_batches_come_again(tmp_path):
     """The negative control."""
     path = str(tmp_path / "saved.ckpt")

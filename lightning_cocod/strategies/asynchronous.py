@@ -19,7 +19,7 @@ from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.meetings import Meetings
 from lightning_cocod.strategies.proportional import WHOLE_SET
 from lightning_cocod.strategies.quiet import QuietLoop
-from lightning_cocod.strategies.work_sharing import KEY, WorkSharing
+from lightning_cocod.strategies.work_sharing import KEY, WorkSharing, begin_again
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -113,6 +113,8 @@ class AsynchronousStrategy(AlgorithmStrategy):
         if self._sharing is not None and (state := self.broadcast(checkpoint.get(KEY))) is not None:
             own = self.global_rank if self._resumed is not None else 0
             self._sharing.load_state_dict(state, checkpoint["loops"], own)
+        elif self.world_size == 1 and KEY in checkpoint and "loops" in checkpoint:
+            begin_again(checkpoint[KEY], checkpoint["loops"])
         return checkpoint
 
     @override

@@ -180,6 +180,20 @@ class WorkSharing:
             fit["epoch_loop.batch_progress"]["is_last_batch"] = False
 
 
+def begin_again(state: dict[str, Any], loops: dict[str, Any]) -> None:
+    """One rank alone does not share: the epoch begins again, whatever rank 0 had had of it.
+
+    Args:
+        state: from a checkpoint.
+        loops: Lightning's, from the same.
+    """
+    if len(state["trained"]) < state["calendar"]["limit"]:
+        batches = loops["fit_loop"]["epoch_loop.batch_progress"]
+        batches["total"] = dict.fromkeys(batches["total"], batches["total"]["ready"])
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
+
+
 class _Batches(SharedEpoch):
     """Of a loader that Lightning sets up: with the length of an equal share and no batch until it is open.
 
