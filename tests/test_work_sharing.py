@@ -384,7 +384,7 @@ class Dies(Callback):
 
 
 def loses_the_store(rank, world):
-    fit(rank, world, n=40_000, slow=None, strategy=ADPSGDStrategy(timeout=5), callbacks=[Dies()])
+    fit(rank, world, n=40_000, slow=None, strategy=ADPSGDStrategy(timeout=20), callbacks=[Dies()])
 
 
 def test_the_loss_of_rank_0_and_its_store_is_named_where_a_batch_is_claimed():
