@@ -10,11 +10,12 @@ from support.ranks import run_ranks
 
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.errors import MessageMismatch
-from lightning_cocod.comm.gossip import Gossip, Turn
+from lightning_cocod.comm.gossip import Gossip
 from lightning_cocod.comm.lane import HostLane
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.pairwise import Coded, Coding, Plain
 from lightning_cocod.comm.topology import Topology, ring
+from lightning_cocod.comm.turn import Turn
 from lightning_cocod.compression import CODECS, QSGD, RandomK, TernGrad
 
 LIMIT = 60.0

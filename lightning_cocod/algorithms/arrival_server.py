@@ -15,8 +15,8 @@ from lightning_cocod.algorithms.server import Server
 from lightning_cocod.algorithms.staleness import Staleness
 from lightning_cocod.comm import Group
 from lightning_cocod.comm.buckets import in_memory_order, in_the_order_of
-from lightning_cocod.comm.gossip import Turn
 from lightning_cocod.comm.shard_service import Outbox, Question
+from lightning_cocod.comm.turn import Turn
 
 
 class ArrivalServer(Server):

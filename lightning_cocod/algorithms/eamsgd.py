@@ -16,11 +16,11 @@ from lightning_cocod.algorithms.staleness import Staleness
 from lightning_cocod.algorithms.when import When, as_when
 from lightning_cocod.comm import Communicator, NonFiniteMessage
 from lightning_cocod.comm.buckets import Buffer, Layout
-from lightning_cocod.comm.gossip import Turn
 from lightning_cocod.comm.norms import finite
 from lightning_cocod.comm.shard_service import Outbox, Owner, Question
 from lightning_cocod.comm.shards import Rows
 from lightning_cocod.comm.thread import Handle
+from lightning_cocod.comm.turn import Turn
 
 BUCKET_BYTES = 1 << 20
 ALPHA = 0.9

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.asynchronous import Asynchronous
 from lightning_cocod.algorithms.options import whole
-from lightning_cocod.comm.gossip import Turn
 from lightning_cocod.comm.lane import lane_for
 from lightning_cocod.comm.shard_service import Owner, ShardService
+from lightning_cocod.comm.turn import Turn
 
 
 class OnShards(Asynchronous):

@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.errors import CommunicationError, LinkShut, MessageMismatch, NonFiniteMessage, PeerLeft, PeerLost
-from lightning_cocod.comm.lane import Lane, lane_for
+from lightning_cocod.comm.lane import lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.link import FIRST_FREE, Link
 from lightning_cocod.comm.meeting import meet
@@ -39,30 +38,12 @@ from lightning_cocod.comm.norms import finite, norm
 from lightning_cocod.comm.pairwise import Coded, Coding, Plain, Wire
 from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.topology import Topology, is_active
+from lightning_cocod.comm.turn import Turn
 from lightning_cocod.compression import Codec
 
 _log = logging.getLogger(__name__)
 _GOODBYE = 1.0  # seconds that nobody who is as good as gone is waited for
 ASK, READY, DATA = FIRST_FREE, FIRST_FREE + 1, FIRST_FREE + 2
-
-
-class Turn:
-    """A lock whose holder's work, on a device as well, comes after the last holder's."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane, self._lock = lane, threading.Lock()
-        self._mark: Any = lane.mark()
-
-    def __enter__(self) -> float:
-        """Returns the seconds that were waited."""
-        began = time.perf_counter()
-        self._lock.acquire()
-        self._lane.follow(self._mark)
-        return time.perf_counter() - began
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        self._mark = self._lane.mark()
-        self._lock.release()
 
 
 class Gossip:
