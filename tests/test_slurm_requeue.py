@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.ranks import run_ranks
+from support.slurm import become_a_task
 from support.toys import STRATEGIES, Toy, flat, loader, trainer
 
 SCONTROL = """#!/bin/sh
@@ -54,19 +55,7 @@ def in_signal_handler():
 
 
 def requeued(rank, world, strategy, signalled, folder):
-    os.environ.update(
-        SLURM_JOB_ID="17",
-        SLURM_JOB_NAME="train",
-        SLURM_NTASKS=str(world),
-        SLURM_NTASKS_PER_NODE=str(world),
-        SLURM_NNODES="1",
-        SLURM_NODELIST="localhost",
-        SLURM_PROCID=str(rank),
-        SLURM_LOCALID=str(rank),
-        SLURM_NODEID="0",
-        PATH=f"{folder}:{os.environ['PATH']}",
-    )
-    (folder / f"{rank}.pid").write_text(str(os.getpid()) + "\n")
+    become_a_task(rank, world, folder)
     L.seed_everything(5, verbose=False)
     options = {"plugins": [SLURMEnvironment(requeue_signal=signal.SIGUSR2)], "default_root_dir": folder, "max_epochs": -1}
     options |= {"val_check_interval": 1, "limit_val_batches": 1}  # a validation follows on the batch in which they save

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.apart import ApartStrategy
 from support.faults import forked
 from support.ranks import RankFailed, run_ranks
+from support.slurm import become_a_task
 from support.toys import Toy, trainer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -645,19 +646,7 @@ class Signalled(Callback):
 
 
 def requeued(rank, world, folder):
-    os.environ.update(
-        SLURM_JOB_ID="17",
-        SLURM_JOB_NAME="train",
-        SLURM_NTASKS=str(world),
-        SLURM_NTASKS_PER_NODE=str(world),
-        SLURM_NNODES="1",
-        SLURM_NODELIST="localhost",
-        SLURM_PROCID=str(rank),
-        SLURM_LOCALID=str(rank),
-        SLURM_NODEID="0",
-        PATH=f"{folder}:{os.environ['PATH']}",
-    )
-    (folder / f"{rank}.pid").write_text(str(os.getpid()) + "\n")
+    become_a_task(rank, world, folder)
     options = {"plugins": [SLURMEnvironment(requeue_signal=signal.SIGUSR2)], "default_root_dir": folder}
     options |= {"validation": True, "slow": None, "n": 1200, "max_epochs": 2, "val_check_interval": 30}
     signalled = Signalled()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,7 +20,6 @@ from lightning_cocod.comm.shard_service import Owner
 from lightning_cocod.comm.thread import Handle
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class APSGD(OnShards):
@@ -163,13 +161,9 @@ class APSGD(OnShards):
         server = self.servers.get(optimizer)
         if server is None:
             return super().optimizer_state(optimizer)
-        if self.comm.failed:
-            _log.warning(
-                "communication has failed, and the state of %s is in shards: none of it is saved", type(optimizer).__name__
-            )
-            with server.shown(defaultdict(dict)):
-                return super().optimizer_state(optimizer)
-        with self.meeting(), server.shown(server.whole_state(self.subject("optimizer", counted=False))):
+        failed = self.comm.failed
+        together = nullcontext() if failed else self.meeting()
+        with together, server.shown_whole(self.subject("optimizer", counted=False), failed=failed):
             return super().optimizer_state(optimizer)
 
     # Inside

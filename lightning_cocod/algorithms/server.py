@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from lightning_cocod.algorithms.shard_state import Part, cut, gather
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import in_memory_order
 
+_log = logging.getLogger(__name__)
 BUCKET_BYTES = 1 << 20  # with 8 MiB the two directions of a slow link take turns: half as long again
 
 
@@ -146,6 +148,22 @@ class Server(Outgoing):
             self.optimizer.state = defaultdict(dict)
             if serving:
                 self._hand_over()
+
+    @contextmanager
+    def shown_whole(self, subject: Subject, *, failed: bool) -> Iterator[None]:
+        """Inside, the optimizer has the parameters and its whole state. Collective.
+
+        Args:
+            subject: of the message in which the shards travel.
+            failed: whether communication has: nobody can put the shards together, and the state is empty.
+        """
+        if failed:
+            _log.warning(
+                "communication has failed, and the state of %s is in shards: none of it is saved",
+                type(self.optimizer).__name__,
+            )
+        with self.shown(defaultdict(dict) if failed else self.whole_state(subject)):
+            yield
 
     def pull(self, subject: Subject, into: Sequence[Tensor] | None = None) -> Message:
         """x ← async W, the shards of all workers; or something else like x."""

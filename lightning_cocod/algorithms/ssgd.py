@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +15,6 @@ from lightning_cocod.algorithms.server import Server
 from lightning_cocod.comm.norms import norm
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class SSGD(Pushing):
@@ -160,14 +157,10 @@ class SSGD(Pushing):
         server = self.servers.get(optimizer)
         if server is None:
             return super().optimizer_state(optimizer)
-        if self.comm.failed:
-            _log.warning(
-                "communication has failed, and the state of %s is in shards: none of it is saved", type(optimizer).__name__
-            )
-            with server.shown(defaultdict(dict)):
-                return super().optimizer_state(optimizer)
-        self.after_backward()
-        with server.shown(server.whole_state(self.subject("optimizer", counted=False))):
+        failed = self.comm.failed
+        if not failed:
+            self.after_backward()
+        with server.shown_whole(self.subject("optimizer", counted=False), failed=failed):
             return super().optimizer_state(optimizer)
 
     def _why_explicit(self) -> str | None:
