@@ -26,8 +26,10 @@ from lightning_cocod.comm import (
     PeerLost,
     Subject,
     buckets,
+    channel,
     collectives,
 )
+from lightning_cocod.comm.errors import TransportError
 from lightning_cocod.comm.header import _FORMAT, Header, Pace
 from lightning_cocod.comm.sockets import _sockets
 from lightning_cocod.comm.watchdog import Watchdog
@@ -544,6 +546,34 @@ def one_aborts(rank, n):
 def test_a_rank_that_raises_is_named_by_its_peers_with_its_reason():
     texts = run_ranks(one_aborts, 4, timeout=30)
     assert [texts[r] for r in (0, 2, 3)] == ["rank 1 failed: ValueError: boom"] * 3
+
+
+def given_up_at_the_end(rank, n):
+    """What the communication thread waits for is given up while the training thread is already waiting for its end."""
+    c = Communicator()
+    c.start()
+    thread, begun, disbanded = c._thread, threading.Event(), []
+
+    def stuck():
+        begun.set()
+        assert eventually(lambda: thread._closed)
+        time.sleep(0.1)  # the other thread has begun to join this one
+        raise TransportError("it was given up")
+
+    with mock.patch.object(channel, "abandon", lambda group: disbanded.append(group)):
+        c._send(thread, stuck, "a job")
+        assert begun.wait(LIMIT)
+        c.abort(ValueError("boom"))
+        groups = list(c._groups)
+        c.close()
+    for group in groups:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return disbanded == groups
+
+
+def test_a_group_whose_operation_was_given_up_at_the_very_end_is_not_waited_for():
+    assert run_ranks(given_up_at_the_end, 2, timeout=LIMIT) == [True, True]
 
 
 def one_starts_late(rank, n):

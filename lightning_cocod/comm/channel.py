@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_cocod.comm import collectives
 from lightning_cocod.comm.collectives import Operation
-from lightning_cocod.comm.errors import GivenUp, TransportError
+from lightning_cocod.comm.errors import TransportError
 from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchange, size_of, unfit
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
@@ -59,7 +59,7 @@ class Channel:
         self.lane: Lane = lane_for(home.device)  # of its own: on CUDA the messages of another do not queue before these
         self._home = home
         self._scratch = collectives.new_scratch()
-        self._under_way = False  # an operation of a group was given up: the group cannot be destroyed
+        self._under_way = False  # operations of a group have been given up: destroying it would wait for them
         self._thread: CommunicationThread | None = None
         self._connections = Connections()
         self._groups: list[dist.ProcessGroup] = []
@@ -89,8 +89,8 @@ class Channel:
 
     def _end(self) -> None:
         """The thread comes to its end, if it can. Then the groups are ``_disbanded``."""
-        if self._thread is not None:
-            self._under_way |= not self._thread.close(timeout=PATIENCE)
+        if self._thread is not None and not self._thread.close(timeout=PATIENCE):
+            self._under_way = True
 
     def _disband(self) -> None:
         for group in reversed(self._groups):
@@ -153,7 +153,7 @@ class Channel:
             try:
                 work()
             except TransportError as error:
-                self._under_way |= isinstance(error, GivenUp)
+                self._under_way = True  # others of the message are, and may never be told
                 explanation = losses.explain(error, what)
                 losses.fail(explanation)
                 raise explanation from None

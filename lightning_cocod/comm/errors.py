@@ -31,10 +31,6 @@ class TransportError(RuntimeError):
     """What the transport raised: internal, until it is known whose connection broke."""
 
 
-class GivenUp(TransportError):
-    """An operation that was still under way when communication ended: nobody waits for it any more."""
-
-
 class _Transport:
     """Around calls into the transport, so that no other error is taken for a broken connection."""
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_cocod.comm.errors import GivenUp, transport
+from lightning_cocod.comm.errors import TransportError, transport
 
 _PATIENCE = timedelta(seconds=0.5)  # between two looks at whether communication is over; completion wakes at once
 
@@ -21,13 +21,12 @@ def finish(work: dist.Work, group: dist.ProcessGroup, over: threading.Event) -> 
     """Wait for an operation. On NCCL the current stream waits, not the host.
 
     Raises:
-        TransportError: the operation failed.
-        GivenUp: communication was over before the operation was.
+        TransportError: the operation failed, or communication was over before it was.
     """
     was_over = False
     while dist.get_backend(group) != "nccl" and not _completes(work):
         if was_over:
-            raise GivenUp("it was given up")
+            raise TransportError("it was given up")
         was_over = over.is_set()
     with transport:
         work.wait()
@@ -43,6 +42,6 @@ def _completes(work: dist.Work) -> bool:
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Forget a group with an operation under way. Destroying it would wait for the operation, so it is leaked."""
+    """Forget a group that may have an operation under way. Destroying it would wait for the operation, so it is leaked."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     dist.destroy_process_group(group)
