@@ -576,7 +576,7 @@ def test_a_peer_that_is_killed_is_named_once_and_the_rest_go_on(n):
         assert len(messages) == (1 if rank in (0, 2) else 0)  # rank 3 is no neighbour of it
         assert all("rank 1 is lost: its connection closed" in text for text in messages)
         assert all(("trains on alone" in text) == (n < 4) for text in messages)
-        assert "rank 1 is lost" in error
+        assert error is None
 
 
 def test_a_peer_that_is_stopped_is_too():
@@ -586,10 +586,10 @@ def test_a_peer_that_is_stopped_is_too():
         assert t == 60
         assert len(messages) == 1
         assert "rank 1 is lost" in messages[0]
-        assert "rank 1 is lost" in error
+        assert error is None
 
 
-def test_the_rank_that_hosts_the_store_is_no_more_needed_than_others():
+def test_without_the_rank_that_hosts_the_store_the_others_train_until_they_meet():
     results = run_ranks(killed, 3, signal.SIGKILL, 0, timeout=LIMIT, expect={0: "died"})
     for rank in (1, 2):
         t, messages, error, sound = results[rank]
@@ -627,9 +627,7 @@ def test_what_is_not_finite_stays_where_it_is():
     assert not results[1][2]
     for rank in (0, 2):
         error, t, sound = results[rank]
-        assert (t, sound) == (40, True)
-        assert error[0] == "PeerLost"
-        assert "rank 1 failed: NonFiniteMessage" in error[1]
+        assert (error, t, sound) == (None, 40, True)
 
 
 def idle(rank, n):

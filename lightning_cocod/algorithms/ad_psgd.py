@@ -57,7 +57,8 @@ class ADPSGD(Asynchronous):
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
         topology: who is averaged with whom: "ring" (distance 1), "exponential" (1 and 1 + 2^i), "random" (across the two
-            sides), or a list of edges, pairs of an even and an odd rank that connect all of them.
+            sides), or a list of edges, pairs of an even and an odd rank that connect all of them. Once the workers have
+            regrouped, other ranks have these numbers, and a list gives way to a ring.
         every: a worker asks at most once in so many of its steps.
         compression: a codec of what is exchanged, contractive or unbiased, or its name (docs/compression.md).
         max_staleness: steps after which a worker waits for the exchange in flight; None to go on for as long as it takes.
@@ -90,19 +91,20 @@ class ADPSGD(Asynchronous):
         self.max_staleness = None if max_staleness is None else whole("max_staleness", max_staleness, least=1)
         self.seed = whole("seed", seed, least=0)
         super().__init__(model, optimizer, when=Every(self.every), **shared)
-        self.topology = as_topology(topology, self.comm.world_size, self.seed)
+        self._edges = topology
+        waits = self.comm.members is not None  # then it is not known yet how many they are
+        self.topology = as_topology("ring" if waits else topology, self.comm.world_size, self.seed)
         self.codec = codec
         self.gradient_staleness = Staleness()
         """Merges into this worker's master between the reading of a gradient's weights and its application."""
         self.gossip = self._gossip()
 
-    def start(self, *, broadcast: bool = True) -> None:
-        """z_i ← x_0, c_i ← 0, and the exchanges begin."""
-        super().start(broadcast=broadcast)
-        self._begin()
-
     def _begin(self) -> None:
+        """z_i ← x_i, c_i ← 0, and the exchanges begin."""
         self.x = self._parameters()
+        members = self.comm.members
+        edges = "ring" if members is not None and members.generation and not isinstance(self._edges, str) else self._edges
+        self.topology = as_topology(edges, self.comm.world_size, self.seed)
         self.gossip = self._gossip()
         self.comm.who(False, self.subject(f"options {self.gossip.fingerprint:x}", counted=False))  # the same on all
         base = [p.detach().clone() for p in self.x] if self.codec is not None else None
@@ -132,11 +134,14 @@ class ADPSGD(Asynchronous):
             yield
         if self._started and not self._resting and self._parameters() != self.x:
             with self.meeting():
-                self.gossip.fold()
                 self._leave()
                 self._all_paused()  # before nobody looks for the others any more, none of them closes
             self.release()
             self._begin()
+
+    def _leave(self) -> None:
+        self.gossip.fold()
+        self.gossip.leave()
 
     def release(self) -> None:
         """End the exchanges of this worker, whatever the others do."""
@@ -162,9 +167,6 @@ class ADPSGD(Asynchronous):
 
     def _rest(self, all_paused: Callable[[], None]) -> AbstractContextManager[None]:
         return self.gossip.quiet(all_paused)
-
-    def _leave(self) -> None:
-        self.gossip.leave()
 
     def _state(self) -> dict[str, Any]:
         c = self.gossip.correction()

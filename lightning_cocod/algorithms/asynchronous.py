@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.options import nonfinite
 from lightning_cocod.algorithms.staleness import Staleness
+from lightning_cocod.algorithms.weighing import Weighing
 from lightning_cocod.algorithms.when import When
+from lightning_cocod.comm import PeerLost
 
 
 class Asynchronous(Algorithm):
@@ -24,8 +27,11 @@ class Asynchronous(Algorithm):
     has made until then. There they meet: whatever goes on beside training pauses on all of them, and goes on afterwards.
     Headers therefore carry the number of the meeting, not that of the step.
 
-    A peer that is lost is named in a warning and left out from then on. The next meeting, which needs all workers, raises
-    PeerLost; until then the others train on.
+    A peer that is lost is named in a warning and left out from then on, and the others train on. At their next meeting they
+    regroup: from then on the ranks, those of torch's default group included, are those of the workers that are left, and of
+    one that is left alone. What needs all of them fails if one is lost while it is under way. A worker that has come back
+    (``comm.members.join``) is let in at the end of a meeting, with the weights of one that has been there; ``start`` waits
+    for that, and ``meetings`` then says where the others are. Whoever hosts the process group's store cannot be spared.
 
     Args:
         model: the module that is trained.
@@ -63,11 +69,22 @@ class Asynchronous(Algorithm):
         self.comm.outlives = self.outlives
         self.staleness = Staleness()
         """Of what comes from others, in this worker's own steps."""
-        self._meetings = 0
+        self.meetings = 0
+        """How often the workers have met."""
         self._claimed: int | None = None
+        self._awaited = False  # somebody waits to be let in
         self._resting = False
 
     # For the training loop
+
+    def start(self, *, broadcast: bool = True) -> None:
+        """As ``Algorithm.start``. A worker that has come back waits until it is let in, and takes another one's weights."""
+        comes_back = self.comm.members is not None and self.comm.members.is_waiting
+        super().start(broadcast=broadcast and not comes_back)
+        if comes_back:
+            self._welcome()
+        else:
+            self._begin()
 
     @property
     def global_steps(self) -> int:
@@ -89,16 +106,33 @@ class Asynchronous(Algorithm):
 
         Collective. Inside another one it is part of that.
         """
-        if self._resting or not self._started or self.comm.world_size == 1:
+        if self._resting or not self._started or (self.comm.world_size == 1 and self.comm.members is None):
             yield
             return
-        self._meetings += 1
-        with self._rest(lambda: self._all_paused()):
-            self._resting = True
+        self.meetings += 1
+        with self._all_at_rest():
+            self._resting, before = True, self.comm.needs_all(True)
             try:
                 yield
             finally:
                 self._resting = False
+                self.comm.needs_all(before)
+        if self._awaited and self._started:
+            self._regroup(lets_in=True)
+
+    @contextmanager
+    def _all_at_rest(self) -> Iterator[None]:
+        """All that are left when one is lost."""
+        with ExitStack() as rest:
+            while True:
+                try:
+                    rest.enter_context(self._rest(self._all_paused))
+                    break
+                except PeerLost:
+                    if self.comm.failed:
+                        raise
+                self._regroup(lets_in=False)  # whoever comes back has no part in this meeting
+            yield
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -122,12 +156,12 @@ class Asynchronous(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """Adds what goes on beside training, at rest on all workers: a consistent cut. Collective after ``start``."""
         with self.meeting():
-            return {**super().state_dict(), "meetings": self._meetings, "claimed": self._claimed, **self._state()}
+            return {**super().state_dict(), "meetings": self.meetings, "claimed": self._claimed, **self._state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from such a cut."""
         super().load_state_dict(state)
-        self._meetings, self._claimed, self.comm.steps = state["meetings"], state["claimed"], self.t
+        self.meetings, self._claimed, self.comm.steps = state["meetings"], state["claimed"], self.t
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """All workers weigh alike.
@@ -144,7 +178,7 @@ class Asynchronous(Algorithm):
     @property
     def header_step(self) -> int:
         """The number of meetings so far."""
-        return self._meetings
+        return self.meetings
 
     # For the algorithms
 
@@ -156,13 +190,50 @@ class Asynchronous(Algorithm):
     def _leave(self) -> None:
         """The workers part: from here on others may be gone rightly."""
 
+    def _begin(self) -> None:
+        """What goes on beside training begins, once this worker has its weights."""
+
     @abstractmethod
     def _state(self) -> dict[str, Any]:
         """What is part of the state; at rest."""
 
     def _all_paused(self) -> None:
-        """Returns once all workers have called it."""
-        self.comm.who(False, self.subject("meeting", counted=False))
+        """Returns once all workers have called it. All know then whether somebody waits to be let in."""
+        members = self.comm.members
+        awaits = members is not None and members.somebody_waits()
+        self._awaited = bool(self.comm.who(awaits, self.subject("meeting", counted=False)))
+
+    def _regroup(self, *, lets_in: bool) -> None:
+        """Go on with those that are left, and those that have come back."""
+        while True:
+            self.comm.regroup(lets_in=lets_in)
+            with suppress(PeerLost):  # one of them has gone again
+                return self._welcome()
+
+    def _welcome(self) -> None:
+        """The workers are others than before. Newcomers take the weights of one that is not, and its place in the run."""
+        place = [self.meetings, -1 if self._claimed is None else self._claimed]
+        self.meetings = 0  # headers have it, and a newcomer is yet to hear it
+        self.weighing = Weighing(None, self.comm.world_size)
+        with self._rest(self._all_paused):
+            self._leave()
+            self._all_paused()  # before nobody looks for the others any more, none of them closes
+        self.release()
+        self.meetings, claimed = self._taken_over(place)
+        self._claimed = None if claimed < 0 else claimed
+        self._begin()
+
+    def _taken_over(self, place: list[int]) -> list[int]:
+        members = self.comm.members
+        if members is None or not members.newcomers:
+            return place
+        source = min(set(range(self.comm.world_size)) - set(members.newcomers))
+        is_new = self.comm.rank in members.newcomers
+        numbers = torch.tensor(place, device=self.comm.device)
+        state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
+        for told in ([numbers], state):
+            self.comm.broadcast_(told, self.subject("welcome", counted=False), source=source, wanted=is_new).wait()
+        return numbers.tolist()
 
     def _why_explicit(self) -> str | None:
         return "others read the parameters, and must not see half a step"

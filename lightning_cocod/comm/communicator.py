@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,15 +13,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.comm.agreement import Agreement
-from lightning_cocod.comm.errors import CommunicationError, in_one_line, transport
+from lightning_cocod.comm.errors import CommunicationError, RunLost, TransportError, in_one_line, transport
 from lightning_cocod.comm.group import Group
 from lightning_cocod.comm.header import WISH, Header, Pace
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import Losses
+from lightning_cocod.comm.members import Members, forget_default_group
 from lightning_cocod.comm.message import Subject
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.wishes import Wishes
+
+_log = logging.getLogger(__name__)
 
 
 def seconds(name: str, value: object) -> float:
@@ -48,6 +52,7 @@ class Communicator(Group):
         connect_timeout: seconds that ``start`` waits for a peer to appear.
         grace: seconds after a loss in which the training thread must come back to a verb, or the process is ended.
         in_step: whether all workers make the same steps, so that they can agree on one.
+        members: of a run that this rank waits to be let in to; see ``comm.members.join``.
 
     Raises:
         ValueError: a time that is not positive.
@@ -62,6 +67,7 @@ class Communicator(Group):
         connect_timeout: float = 300.0,
         grace: float = 5.0,
         in_step: bool = True,
+        members: Members | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.timeout = seconds("timeout", timeout)
@@ -73,35 +79,61 @@ class Communicator(Group):
         self.steps = 0
         """Optimizer steps that this rank has attempted, where ranks make different numbers of them; the caller counts."""
         self.outlives = False
-        """Whether training goes on when a peer is lost, until it needs all of them; said before ``start``."""
+        """Whether the others go on without a peer that is lost, as those that ``regroup``; said before ``start``."""
+        self.members = members
+        """Who they are, if so, and if there is more than one."""
+        self.on_regroup: list[Callable[[], None]] = []
+        """Called when the ranks are others than before."""
         self.pace = Pace()
         """What this rank's next message tells of it; the caller measures."""
         self.heard: list[Pace] = []
         """The paces of all ranks in the last message of training that has been waited for: the same on all of them."""
         self.tracer = Tracer()
         """Told what all threads do. A message that is on its way keeps the one under which it was launched."""
-        distributed = _is_distributed()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        super().__init__(self, rank, range(world_size))
+        self._be_one_of_the_group()
         self.agreement = Agreement(self.rank, self.world_size, check=self.check)
         self.wishes = Wishes()
         self._asking = self.agreement if in_step else self.wishes
         self.grace = grace
         self.losses = Losses(self.rank, grace)
         """Failures, and what follows."""
+        self._needs_all = False
+        self._backend = "gloo"
+        self._departed: list[Note] = []  # the last ones of those that are lost
+        self._nodes: dict[tuple[tuple[int, ...], ...], Group] = {}
+
+    def _be_one_of_the_group(self) -> None:
+        """One of torch's default group."""
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+        super().__init__(self, rank, range(world_size))
         self.samples_heard = [0] * self.world_size
         """Samples that each rank has trained on, as of its last header."""
         self._notes: dict[int, Note] = {}
-        self._nodes: dict[tuple[tuple[int, ...], ...], Group] = {}
 
     # Lifecycle
 
     def start(self) -> None:
-        """Make the heartbeat, the groups and the thread. Collective: every rank calls it at the same place."""
+        """Make the heartbeat, the groups and the thread. Collective: every rank calls it at the same place.
+
+        Raises:
+            PeerLost: a peer has not appeared; or this rank waited to be let in to a run, and was not.
+        """
+        if self.members is not None and self.members.is_waiting:
+            self.members.wait(self.timeout)
+            while not self._regather():
+                self.members.wait(self.timeout)
+            return
         if self.world_size == 1 or self._thread is not None:
             return
+        if self.outlives and self.members is None:
+            self.members = Members.founding(_get_default_store(), self.rank, self.world_size)
+        self._connect_all()
+
+    def _connect_all(self) -> None:
+        if self.world_size == 1:
+            return
         self.losses = Losses(self.rank, self.grace)
-        self.losses.outlived = self.outlives
+        self.losses.outlived, self.losses.needs_all = self.outlives, self._needs_all
         self._open("communication")
         atexit.register(self._at_exit)
         try:
@@ -122,6 +154,62 @@ class Communicator(Group):
             self.abort(error)
             self.close()
             raise
+
+    def regroup(self, *, lets_in: bool) -> None:
+        """Go on with those that live and, if wanted, with those that have come back: from now on the ranks are theirs.
+
+        Collective among them. torch's default group is made anew, and all others are gone.
+
+        Raises:
+            RunLost: nobody can go on, or the others have gone on without this one.
+        """
+        members, heartbeat = self.members, self.losses.heartbeat
+        if members is None:
+            self.losses.check()
+            raise RuntimeError("nobody can regroup before start() or after close()")
+        before = members.names
+        self.losses.cut()  # whoever still waits for somebody who is lost is woken, and comes as well
+
+        def living() -> set[int]:
+            if isinstance(self.losses.error, RunLost):
+                raise self.losses.error
+            return {before[rank] for rank in ([0] if heartbeat is None else heartbeat.living)} & set(members.names)
+
+        while True:
+            members.elect(living, lets_in=lets_in)
+            if self._regather():
+                break
+        self._departed += [note for rank, note in self._last_notes.items() if before[rank] not in members.names]
+        gone = [str(rank) for rank, name in enumerate(before) if name not in members.names]
+        _log.warning(
+            "[rank %d] goes on as rank %d of %d%s%s",
+            before.index(members.name),
+            self.rank,
+            self.world_size,
+            f", without rank {', '.join(gone)}" if gone else "",
+            f"; rank {', '.join(map(str, members.newcomers))} is new" if members.newcomers else "",
+        )
+        self.wishes.forget()
+        for told in self.on_regroup:
+            told()
+
+    def _regather(self) -> bool:
+        """Be one of the members' group. Returns False if one of them has gone meanwhile."""
+        assert self.members is not None
+        self._end_channels()
+        if _is_distributed():
+            self._backend = dist.get_backend()
+            forget_default_group()
+        try:
+            with transport:
+                self.members.gather(self._backend, self.device, self.process_group_timeout, self.connect_timeout)
+        except TransportError:
+            return False
+        self._last_notes = self._notes
+        self._end_life()
+        self._be_one_of_the_group()
+        self._connect_all()
+        return True
 
     def within(self, nodes: Sequence[Sequence[int]]) -> Group:
         """The ranks of this one's node, with a thread and a group of their own until ``close``.
@@ -149,27 +237,38 @@ class Communicator(Group):
         Raises:
             PeerLost: a peer was lost and this rank has not been told so before.
         """
+        if self.members is not None:
+            self.members.leave()
+            self.members = None
         if self._thread is None:
             return
         atexit.unregister(self._at_exit)
         lost = self._farewell()
+        told = self.losses.watchdog.was_noticed or self.losses.is_outlived
         self.losses.closing = True
         if lost is not None:
             self.losses.cut()
+        self._end_channels()
+        self._end_life()
+        if lost is not None and not told:
+            raise lost
+
+    def _end_channels(self) -> None:
         channels = [*self._nodes.values(), self]
         for channel in channels:
             channel._end()
-        if self.losses.heartbeat is not None:
-            self.losses.heartbeat.close(timeout=2.0)
-            self.losses.heartbeat = None
         for channel in channels:
             channel._disband()
         self._nodes = {}
-        known = self.losses.watchdog.was_noticed
+
+    def _end_life(self) -> None:
+        atexit.unregister(self._at_exit)
+        self.losses.closing = True
+        if self.losses.heartbeat is not None:
+            self.losses.heartbeat.close(timeout=2.0)
+            self.losses.heartbeat = None
         self.losses.watchdog.over()
         self.losses = Losses(self.rank, self.grace)
-        if lost is not None and not known:
-            raise lost
 
     def abort(self, reason: BaseException) -> None:
         """This rank cannot go on. The peers are told why; nothing is waited for. ``close`` follows."""
@@ -183,12 +282,23 @@ class Communicator(Group):
 
     @property
     def failed(self) -> bool:
-        """Whether communication has ended by a failure, this rank's or a peer's."""
-        return self.losses.error is not None
+        """Whether communication has ended by a failure, this rank's or a peer's, that is not outlived."""
+        return self.losses.error is not None and not self.losses.is_outlived
+
+    def needs_all(self, does: bool) -> bool:
+        """Whether, from now on, a loss ends the run in any case: something that goes on needs all peers.
+
+        Returns:
+            Whether that was so before.
+        """
+        before, self._needs_all = self._needs_all, does
+        self.losses.need_all(does)
+        return before
 
     def check(self) -> None:
-        """Raise if communication has failed. Cheap enough for every step."""
-        self.losses.check()
+        """Raise if it has. Cheap enough for every step."""
+        if self.failed:
+            self.losses.check()
 
     def _farewell(self) -> BaseException | None:
         """Wait until all ranks are here. Returns the failure that stands against it."""
@@ -242,11 +352,12 @@ class Communicator(Group):
         noted = [int(self._notes[r]["samples"]) if r in self._notes else 0 for r in range(self.world_size)]
         heard = [max(pair) for pair in zip(noted, self.samples_heard, strict=True)]
         heard[self.rank] = self.samples
-        return sum(heard)
+        return sum(heard) + sum(int(note["samples"]) for note in self._departed)
 
     def total_steps(self) -> int:
         """Optimizer steps of all ranks together, where the caller counts, as of the last heartbeat; no collective."""
-        return self.steps + sum(int(note["steps"]) for rank, note in self._notes.items() if rank != self.rank)
+        others = [note for rank, note in self._notes.items() if rank != self.rank]
+        return self.steps + sum(int(note["steps"]) for note in others + self._departed)
 
     def _hear(self, paces: list[Pace]) -> None:
         self.heard = paces
@@ -269,7 +380,7 @@ class Communicator(Group):
         return {"samples": self.samples, "steps": self.steps, **self._asking.note()}
 
     def _receive(self, notes: dict[int, Note]) -> bool:
-        self._notes = notes
+        self._notes.update(notes)
         self.losses.look()
         return self._asking.receive(notes)
 

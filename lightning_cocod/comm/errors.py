@@ -11,6 +11,10 @@ class PeerLost(CommunicationError):
     """A peer died, was stopped, was cut off or left early."""
 
 
+class RunLost(PeerLost):
+    """No peer can be reached any more, or this rank is no part of the run: nobody goes on with it."""
+
+
 class PeerLeft(PeerLost):
     """A peer has said goodbye: it left in good order, and has nothing more to say."""
 

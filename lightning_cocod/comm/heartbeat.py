@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_cocod.comm.errors import PeerLost, first_line, in_one_line
+from lightning_cocod.comm.errors import PeerLost, RunLost, first_line, in_one_line
 from lightning_cocod.comm.fence import Fence, Identity
 
 Note = dict[str, Any]
@@ -39,7 +39,8 @@ class Heartbeat:
         interval: seconds between beats.
         compose: returns this rank's note.
         receive: gets every rank's latest note after each beat; returns whether the next beat should come soon.
-        lost: called once, with the reason, when a peer is lost.
+        lost: called with the reason when a peer is lost, or all communication is. The first loss is the last one, unless it
+            returns that it was a peer's and the others go on.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Heartbeat:
         interval: float = 0.5,
         compose: Callable[[], Note],
         receive: Callable[[dict[int, Note]], bool],
-        lost: Callable[[PeerLost], None],
+        lost: Callable[[PeerLost], bool],
     ) -> None:
         self.rank, self.timeout, self.interval = rank, timeout, interval
         self._connect_timeout, self._born = connect_timeout, time.monotonic()
@@ -67,12 +68,13 @@ class Heartbeat:
         self._fence = Fence()
         self._processes: dict[int, Identity] = {}  # of the ranks that have said who they are
         self._ended: set[int] = set()  # ranks whose process was gone at an earlier look
+        self._gone: frozenset[int] = frozenset()
         self._failure: str | None = None
         self._count = 0
         self._note: Note = {}
         self._answered = time.monotonic()
         self._wake, self._stop, self._met = threading.Event(), threading.Event(), threading.Event()
-        self._told = threading.Lock()
+        self._told, self._is_over = threading.Lock(), False
         self._note = compose()
         self._publish()
         self._threads = [
@@ -85,6 +87,11 @@ class Heartbeat:
     def meet(self) -> None:
         """Wait until every peer has said who it is, or one is lost. A peer is ended only if it is known."""
         self._met.wait()
+
+    @property
+    def living(self) -> frozenset[int]:
+        """The ranks that are not lost, as far as is known."""
+        return frozenset(range(len(self._keys))) - self._gone
 
     def suspect(self) -> None:
         """A connection has broken, so somebody is gone: from now on a few missed beats tell who."""
@@ -131,7 +138,7 @@ class Heartbeat:
             self._beat()
         except Exception as error:  # this rank would be deaf and mute from here on: that must not pass in silence
             self._failure = self._failure or in_one_line(error)
-            self._tell(PeerLost(f"the heartbeat of rank {self.rank} ended: {self._failure}"))
+            self._tell(RunLost(f"the heartbeat of rank {self.rank} ended: {self._failure}"))
         with contextlib.suppress(Exception):  # the last words go out even if there is nothing new to add
             self._note = self._compose()
         with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody is left to read it
@@ -155,27 +162,34 @@ class Heartbeat:
             self._answered = time.monotonic()
             if self._absent and now - self._born > self._connect_timeout:
                 missing = ", ".join(str(rank) for rank, key in enumerate(self._keys) if key in self._absent)
-                return self._tell(PeerLost(f"rank {missing} has not appeared within {self._connect_timeout:g} s"))
-            for rank, beat in beats.items():
-                if rank == self.rank:
+                self._tell(RunLost(f"rank {missing} has not appeared within {self._connect_timeout:g} s"))
+                return
+            for rank in sorted(beats.keys() - {self.rank} - self._gone):
+                if (why := self._why_lost(rank, beats[rank], seen, now)) is None:
                     continue
-                if beat["failure"] is not None:
-                    return self._tell(PeerLost(f"rank {rank} failed: {beat['failure']}"))
-                if beat["closed"]:
-                    continue
-                if rank in self._ended:
-                    return self._tell(PeerLost(f"rank {rank} is lost: its process has ended"))
-                self._look_at_process(rank, beat["process"])
-                if rank not in seen or seen[rank][0] != beat["count"]:
-                    seen[rank] = beat["count"], now
-                elif now - seen[rank][1] > self.timeout:
-                    ended = self._end(rank)
-                    return self._tell(PeerLost(f"rank {rank} is lost: no heartbeat for {self.timeout:g} s{ended}"))
+                self._gone |= {rank}
+                if not self._tell(PeerLost(f"rank {rank} {why}")):
+                    return
             if not self._absent:
                 self._met.set()
-            hurry = self._receive({rank: beat["note"] for rank, beat in beats.items()}) or bool(self._absent)
+            notes = {rank: beat["note"] for rank, beat in beats.items() if rank not in self._gone}
+            hurry = self._receive(notes) or bool(self._absent)
             self._wake.wait(self.interval / 10 if hurry else self.interval)
             self._wake.clear()
+
+    def _why_lost(self, rank: int, beat: dict[str, Any], seen: dict[int, tuple[int, float]], now: float) -> str | None:
+        if beat["failure"] is not None:
+            return f"failed: {beat['failure']}"
+        if beat["closed"]:
+            return None
+        if rank in self._ended:
+            return "is lost: its process has ended"
+        self._look_at_process(rank, beat["process"])
+        if rank not in seen or seen[rank][0] != beat["count"]:
+            seen[rank] = beat["count"], now
+        elif now - seen[rank][1] > self.timeout:
+            return f"is lost: no heartbeat for {self.timeout:g} s{self._end(rank)}"
+        return None
 
     def _look_at_process(self, rank: int, process: list[Any] | None) -> None:
         """A process that has ended may have left in good order: its last words, read at the next beat, will tell."""
@@ -212,12 +226,15 @@ class Heartbeat:
     def _store_lost(self, why: str) -> None:
         """Seen by the beat or the guard, whichever comes first. The run is over: a stopped peer would stay for ever."""
         stopped = [rank for rank, process in list(self._processes.items()) if self._fence.is_stopped(process)]
-        self._tell(PeerLost(f"{_STORE_LOST} ({why}){''.join(map(self._end, stopped))}"))
+        self._tell(RunLost(f"{_STORE_LOST} ({why}){''.join(map(self._end, stopped))}"))
 
-    def _tell(self, reason: PeerLost) -> None:
-        if self._told.acquire(blocking=False) and not self._stop.is_set():
-            self._lost(reason)
+    def _tell(self, reason: PeerLost) -> bool:
+        """Returns whether the others go on. If not, nothing more is told."""
+        with self._told:
+            if not self._is_over and not self._stop.is_set():
+                self._is_over = not self._lost(reason)
         self._met.set()
+        return not self._is_over
 
 
 _STORE_LOST = "rank 0, or the launcher that hosts the store, is lost: the store does not answer"

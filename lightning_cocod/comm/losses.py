@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from lightning_cocod.comm.errors import CommunicationError, PeerLost, TransportError, first_line
+from lightning_cocod.comm.errors import CommunicationError, PeerLost, RunLost, TransportError, first_line
 from lightning_cocod.comm.heartbeat import Heartbeat
 from lightning_cocod.comm.thread import CommunicationThread
 from lightning_cocod.comm.watchdog import Watchdog
 
+_log = logging.getLogger(__name__)
 _VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
 _TOGETHER = 0.2  # seconds within which all connections to a peer break that is gone
 PATIENCE = _VERDICT + 2.0
@@ -43,7 +45,11 @@ class Losses:
         self.closing = False
         """Whether peers may be gone rightly."""
         self.outlived = False
-        """Whether training goes on without a peer that is lost: what needs all of them fails, and nobody is hurried."""
+        """Whether others go on without a peer that is lost: what needs all fails, and nobody is hurried."""
+        self.needs_all = False
+        """Whether something goes on, now, that needs all, so that nothing is outlived."""
+        self._rank = rank
+        self._grace = grace
         self.watchdog = Watchdog(rank, grace)
         self.heartbeat: Heartbeat | None = None
         self._threads: list[CommunicationThread] = []
@@ -65,6 +71,27 @@ class Losses:
         """What has ended communication, if anything has."""
         return next((thread.error for thread in self._threads if thread.error is not None), None)
 
+    @property
+    def is_outlived(self) -> bool:
+        """Whether what has failed is outlived, now."""
+        return not self.needs_all and self._can_outlive(self.error)
+
+    def _can_outlive(self, error: BaseException | None) -> bool:
+        return self.outlived and isinstance(error, PeerLost) and not isinstance(error, RunLost)
+
+    def need_all(self, does: bool) -> None:
+        """Whether something goes on, from now on, that needs all. Whoever comes to its end without the lost is well."""
+        if does == self.needs_all:
+            return
+        self.needs_all = does
+        if self._can_outlive(error := self.error):
+            if does:
+                assert error is not None
+                self.watchdog.alarm(error)
+            else:
+                self.watchdog.over()
+                self.watchdog = Watchdog(self._rank, self._grace)
+
     def check(self) -> None:
         """Raise it."""
         if (error := self.error) is not None and not self.closing:
@@ -82,13 +109,18 @@ class Losses:
         for connections in self._connections:
             connections.cut()
 
-    def lost(self, reason: PeerLost) -> None:
-        """The heartbeat has lost a peer."""
-        if not self.closing:
-            self.fail(reason)
-            self.cut()
-            if not self.outlived:
-                self.watchdog.alarm(reason)
+    def lost(self, reason: PeerLost) -> bool:
+        """The heartbeat has lost a peer. Returns whether the others go on."""
+        if self.closing:
+            return False
+        self.fail(reason)
+        self.cut()
+        goes_on = self._can_outlive(reason)
+        if goes_on:
+            _log.info("[rank %d] %s; the others go on without it", self._rank, reason)
+        if self.needs_all or not goes_on:
+            self.watchdog.alarm(reason)
+        return goes_on
 
     def look(self) -> None:
         """A connection that has broken without anybody using it tells as much."""
@@ -114,6 +146,8 @@ class Losses:
             if isinstance(error, PeerLost)
             else PeerLost(f"the connection to a peer broke during {what} although all of them live ({error})")
         )
+        if self.outlived and not self.needs_all:
+            return lost
         self.tell(str(lost))
         if self.heartbeat is not None:
             self.watchdog.alarm(lost)

@@ -61,7 +61,8 @@ class SharedEpoch(Sampler[list[int]]):
         seed: the same on all ranks.
         ahead: batches that a loader draws before the first one is asked for: ``num_workers * prefetch_factor``.
         generators: of the sampler's own, if it has any. They are seeded for the epoch too.
-        rank: of this worker; by default that in the process group, 0 without one.
+        rank: of this worker; by default that in the process group, 0 without one. If the group is another one when an epoch
+            begins, since the workers have regrouped, so are rank, number and store that are those of the group.
         world_size: number of workers; by default that of the process group, 1 without one.
         store: by default that of the process group.
 
@@ -85,16 +86,12 @@ class SharedEpoch(Sampler[list[int]]):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        together = dist.is_available() and dist.is_initialized()
-        self.rank = (dist.get_rank() if together else 0) if rank is None else rank
-        self.world_size = (dist.get_world_size() if together else 1) if world_size is None else world_size
+        self._rank, self._world_size = rank, world_size
         self._order = _whole(samples, shuffle) if isinstance(samples, int) else samples
         self.batch_size, self.drop_last, self.seed, self.ahead = batch_size, drop_last, seed, ahead
         self._generators = list(generators)
-        self._store = store or (_get_default_store() if together else _Alone())
-        # Each rank counts its own, so the number is the same everywhere, and new where ranks are started again.
-        self._life = self._store.add(f"{_PREFIX}/samplers of rank {self.rank}", 1)
-        self._begun = 0  # epochs in this life, each with a counter of its own
+        self._given_store = store
+        self._join(_group_store())
         self.epoch = 0
         """Number of the epoch that the next iterator is."""
         self.limit: int | None = None
@@ -119,12 +116,28 @@ class SharedEpoch(Sampler[list[int]]):
 
     def begin(self) -> None:
         """The next epoch begins; every rank has to. What is left of the one before is left out."""
+        if (store := _group_store()) is not self._group:
+            self._join(store)
         self._begun += 1
         self._key = f"{_PREFIX}/life {self._life}/{self._begun}, epoch {self.epoch}"
         self._todo = [number for number in range(self.total) if number not in self._trained]
         self._samples = self._draw()
         self.claimed, self._trained = [], frozenset()
         self.epoch += 1
+
+    def among(self, rank: int, world_size: int) -> None:
+        """The workers regroup, and this one has another rank among them when the next epoch begins."""
+        self._rank, self._world_size = rank, world_size
+
+    def _join(self, group: Store | None) -> None:
+        """The workers of a process group, or this one alone."""
+        self._group = group
+        self._store = self._given_store or group or _Alone()
+        self.rank = (0 if group is None else dist.get_rank()) if self._rank is None else self._rank
+        self.world_size = (1 if group is None else dist.get_world_size()) if self._world_size is None else self._world_size
+        # Each rank counts its own, so the number is the same everywhere, and new where ranks are started again.
+        self._life = self._store.add(f"{_PREFIX}/samplers of rank {self.rank}", 1)
+        self._begun = 0  # epochs in this life, each with a counter of its own
 
     def resume(self, epoch: int, trained: Iterable[int]) -> None:
         """The next iterator is the rest of an epoch, on the same number of workers or another one.
@@ -203,6 +216,10 @@ class _Alone:
     def add(self, key: str, amount: int, /) -> int:
         self._sums[key] = self._sums.get(key, 0) + amount
         return self._sums[key]
+
+
+def _group_store() -> Store | None:
+    return _get_default_store() if dist.is_available() and dist.is_initialized() else None
 
 
 def _whole(samples: int, shuffle: bool) -> Order:

@@ -44,6 +44,11 @@ class Wishes:
             self._heard -= names
             self._met += 1
 
+    def forget(self) -> None:
+        """The workers are others than before: what was heard is not theirs, and all count their meetings anew."""
+        with self._lock:
+            self._heard, self._met = set(), 0
+
     def note(self) -> Note:
         """This worker's part of its heartbeat note."""
         with self._lock:

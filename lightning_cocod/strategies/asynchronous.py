@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -41,6 +43,19 @@ class AsynchronousStrategy(AlgorithmStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._sharing: WorkSharing | None = None
+        self._regrouped: tuple[int, int] | None = None
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """In torch's default group; another one than the cluster environment's once the ranks have regrouped."""
+        return super().global_rank if self._regrouped is None else self._regrouped[0]
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """See ``global_rank``."""
+        return super().world_size if self._regrouped is None else self._regrouped[1]
 
     @override
     def setup_environment(self) -> None:
@@ -55,6 +70,8 @@ class AsynchronousStrategy(AlgorithmStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if self._sharing is not None:
+            assert self._communicator is not None
+            self._communicator.on_regroup.append(lambda: self._regroup(trainer))
             assert isinstance(self._quiet, Meetings)
             unshareable.refuse_schedules(trainer)
             self._sharing.calendar.install(self._quiet, self._sharing.reopen, self._replaced)
@@ -65,14 +82,29 @@ class AsynchronousStrategy(AlgorithmStrategy):
     ) -> QuietLoop:
         if self._sharing is None:
             return super()._quiet_loop(trainer, communicator, ask_all)
+        return Meetings(trainer, communicator.wishes, ask_all, self._meeting)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Nobody goes on to the next batch at once: until then Lightning may need all ranks."""
         assert isinstance(self.algorithm, Asynchronous)
-        return Meetings(trainer, communicator.wishes, ask_all, self.algorithm.meeting)
+        with self.algorithm.meeting():
+            yield
+        self.algorithm.comm.needs_all(True)
+
+    def _regroup(self, trainer: pl.Trainer) -> None:
+        """Some ranks are lost: these are the numbers of the others, who share what is left of them."""
+        assert self._communicator is not None
+        assert self._sharing is not None
+        self._regrouped = self._communicator.rank, self._communicator.world_size
+        self._sharing.regroup(*self._regrouped)
+        trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # set up again, in as many parts as there are ranks
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """While training, the order of all samples, the same on every rank."""
-        kwargs = super().distributed_sampler_kwargs
+        kwargs = {**super().distributed_sampler_kwargs, "num_replicas": self.world_size}
         return {**kwargs, **WHOLE_SET} if self._sharing is not None and self._in_training else kwargs
 
     @override
@@ -89,6 +121,12 @@ class AsynchronousStrategy(AlgorithmStrategy):
             assert self.lightning_module is not None
             unshareable.refuse_loaders(self.lightning_module.trainer)
             self._sharing.open()
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._sharing is not None and self._in_training and self._communicator is not None:
+            self._communicator.needs_all(False)  # from here to the next meeting ranks are at different batches
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def before_batch(self, batch_idx: int) -> None:

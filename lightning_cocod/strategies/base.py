@@ -159,7 +159,7 @@ class AlgorithmStrategy(DDPStrategy):
             raise ValueError(f"{self.registered_name} weighs all workers alike: leave batch_sizes='proportional' out")
         x = torch.nn.ParameterList([torch.zeros(1)])
         made = self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator(), **self._nodes(1))
-        self._asynchronous = made.asynchronous
+        self._asynchronous, self._outlives = made.asynchronous, made.comm.outlives
         if self._asynchronous and self._batch_sizes == PROPORTIONAL:
             raise ValueError(
                 f"batch_sizes='proportional' is for ranks in step; under {type(self).__name__} a faster rank trains on more "
@@ -238,6 +238,10 @@ class AlgorithmStrategy(DDPStrategy):
             connect_timeout=self._connect_timeout,
             in_step=not self._asynchronous,
         )
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._communicator.outlives = self._outlives and trainer.state.fn == TrainerFn.FITTING
+        self._communicator.needs_all(True)  # but while ranks are at different batches
         self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
         self._checkpoints = Checkpoints(
             self._communicator,
@@ -246,8 +250,6 @@ class AlgorithmStrategy(DDPStrategy):
             late=isinstance(self.checkpoint_io, AsyncCheckpointIO),
         )
         self._ending, self._alone = None, False
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
         if self._batch_sizes == PROPORTIONAL and self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             self._proportional = Proportional(trainer, self._communicator)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__

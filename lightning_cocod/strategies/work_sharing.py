@@ -100,6 +100,11 @@ class WorkSharing:
         if self.calendar.is_running and not self.batches.is_open:
             self.open()
 
+    def regroup(self, rank: int, world_size: int) -> None:
+        """From the next epoch on the ranks are others. A step of a schedule has as many batches as before."""
+        self._rank, self._n = rank, world_size
+        self.batches.among(rank, world_size)
+
     def before_batch(self) -> int:
         """A batch begins.
 

@@ -1,0 +1,347 @@
+"""Who takes part in a run, where it goes on without a worker that is lost, and takes in one that has come back.
+
+A run has generations. In each, its members are the ranks 0, 1, … of torch's default group, and the run of a generation is
+like any other run of as many ranks. A member keeps its name: the rank that it had, or has come back for, in the first one.
+
+All members that live come to an election, wherever their algorithm says that they meet. The first who sees all of them there
+says who is in the next generation: those, and whoever waits at the door. What it says goes through the store that all
+generations share, which takes one answer only. Then the default group is made anew, in a part of the store of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_cocod.comm.errors import RunLost, first_line
+
+_RUN = "lightning_cocod/run"
+_LOOK = 0.05  # seconds between two looks
+_STEADY = 10  # looks in which somebody who waits has looked as well, or is gone
+_BEAT = 0.5  # seconds between two signs that the run is under way
+_SIGNS = 5.0  # seconds without one after which it is not
+
+
+class Members:
+    """The members of a run, seen from one that is, or waits to be, among them.
+
+    Args:
+        store: that all generations share; whoever hosts it cannot be spared.
+        run: the run's name in it.
+        name: of this one.
+
+    Attributes:
+        names: of the members of the present generation, by rank; nobody's as long as this one waits.
+        newcomers: ranks of those that were not in the generation before.
+    """
+
+    def __init__(self, store: Store, run: str, name: int) -> None:
+        self._hosted, self._store = store, store.clone()  # whoever hosts it goes on hosting
+        self._run, self.name = f"{_RUN} {run}", name
+        self.generation = 0
+        self.names: tuple[int, ...] = ()
+        self.newcomers: tuple[int, ...] = ()
+        self._let_in = 0  # arrivals that have been seen to
+        self._over = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    @classmethod
+    def founding(cls, store: Store, rank: int, world_size: int) -> Members:
+        """Of a run that begins. Collective: every rank calls it at the same place."""
+        number = store.add(f"{_RUN}s that rank {rank} has begun", 1)  # the same on all: each counts its own
+        root, key = _root(store), f"{_RUN} number {number}"
+        if rank == 0:
+            run = uuid.uuid4().hex
+            store.set(key, run)
+            root.set(_RUN, run)
+        members = cls(root, store.get(key).decode(), rank)
+        members.names = tuple(range(world_size))
+        members._begin()
+        return members
+
+    @property
+    def rank(self) -> int:
+        """Of this one in the present generation."""
+        return self.names.index(self.name)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this one has yet to be let in."""
+        return not self.names
+
+    def somebody_waits(self) -> bool:
+        """Whether somebody waits to be let in. A look into the store."""
+        with suppress(RuntimeError):  # nobody can come any more if the store is gone
+            return self._store.add(f"{self._run}/arrivals", 0) > self._let_in
+        return False
+
+    def elect(self, living: Callable[[], Collection[int]], *, lets_in: bool) -> None:
+        """The next generation begins: wait until the members that live are here.
+
+        Args:
+            living: the names of those that do, as far as is known now.
+            lets_in: whether those that wait are let in.
+
+        Raises:
+            RunLost: the others have gone on without this one, or the store is gone.
+        """
+        try:
+            record = self._elected(living, lets_in)
+        except RuntimeError as error:  # what torch's store raises
+            raise RunLost(f"the store is lost, and without it nobody can go on together ({first_line(error)})") from None
+        if self.name not in record["names"]:
+            raise RunLost(f"the others took rank {self.name} for lost, and have gone on without it")
+        self._adopt(record)
+
+    def wait(self, timeout: float) -> None:
+        """Wait to be let in.
+
+        Raises:
+            RunLost: the run has ended, its store is gone, or a member that lives has this name.
+        """
+        self.names = ()
+        try:
+            while self.is_waiting:
+                self._knock(timeout)
+        except RuntimeError as error:
+            if isinstance(error, RunLost):
+                raise
+            raise RunLost(f"rank {self.name} waited to be taken in, and the store is lost ({first_line(error)})") from None
+        if self._beating is None:
+            self._begin()
+
+    def gather(self, backend: str, device: torch.device, timeout: float, connect_timeout: float) -> None:
+        """Make torch's default group anew, of the members.
+
+        Args:
+            backend: of the group.
+            device: of this worker.
+            timeout: of its collectives, in seconds.
+            connect_timeout: in which it must have been made.
+
+        Raises:
+            RuntimeError: one of them has gone meanwhile.
+        """
+        part = PrefixStore(f"{self._run}/generation {self.generation}", self._store)
+        dist.init_process_group(
+            backend,
+            store=part,
+            rank=self.rank,
+            world_size=len(self.names),
+            timeout=timedelta(seconds=connect_timeout),
+            device_id=device if device.type == "cuda" and "nccl" in backend else None,
+        )
+        set_timeout: Any = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # its name before torch 2.14
+        set_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+
+    def leave(self) -> None:
+        """Nobody is let in by this one any more. Idempotent."""
+        self._over.set()
+        if self._beating is not None:
+            self._beating.join(timeout=2.0)
+            self._beating = None
+
+    # Inside
+
+    def _begin(self) -> None:
+        self._over.clear()
+        self._beating = threading.Thread(target=self._beat, name=f"presence of rank {self.name}", daemon=True)
+        self._beating.start()
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: then nobody can come any more
+            while not self._over.is_set():
+                self._store.add(f"{self._run}/signs", 1)
+                self._over.wait(_BEAT)
+
+    def _place(self, generation: int) -> str:
+        return f"{self._run}/generation {generation}"
+
+    def _elected(self, living: Callable[[], Collection[int]], lets_in: bool) -> dict[str, Any]:
+        place = self._place(self.generation + 1)
+        self._store.set(f"{place}/here {self.name}", "")
+        here: set[int] = set()
+        door = _Door(self._store, self._run, self._let_in, opens=lets_in)
+        while not self._store.check([f"{place}/members"]):
+            expected = set(living()) | {self.name}
+            here |= {name for name in expected - here if self._store.check([f"{place}/here {name}"])}
+            if expected <= here and (arrivals := door.look()) is not None:
+                record = self._record(expected, *arrivals)
+                self._store.compare_set(f"{place}/members", "", json.dumps(record))
+            else:
+                time.sleep(_LOOK)
+        return dict(json.loads(self._store.get(f"{place}/members")))
+
+    def _record(self, names: Collection[int], last: int, waiting: dict[int, int]) -> dict[str, Any]:
+        for number, name in waiting.items():
+            if name in names:
+                self._store.set(f"{self._run}/arrival {number} refused", "")
+        together = sorted({*names, *waiting.values()})
+        new = [rank for rank, name in enumerate(together) if name not in names]
+        return {"generation": self.generation + 1, "names": together, "newcomers": new, "arrivals": last}
+
+    def _adopt(self, record: dict[str, Any]) -> None:
+        self.generation, self.names = record["generation"], tuple(record["names"])
+        self.newcomers, self._let_in = tuple(record["newcomers"]), record["arrivals"]
+        self._store.set(f"{self._run}/last generation", str(self.generation))
+
+    def _knock(self, timeout: float) -> None:
+        """Wait for the answer to one arrival. It may be that somebody has taken this one for gone."""
+        store, signs = self._store, Signs(self._store, self._run)
+        number = store.add(f"{self._run}/arrivals", 1)
+        store.set(f"{self._run}/arrival {number}", str(self.name))
+        generation = self._last_generation()
+        while True:
+            store.add(f"{self._run}/arrival {number} waits", 1)
+            if store.check([f"{self._run}/arrival {number} refused"]):
+                raise RunLost(f"rank {self.name} cannot be taken in: there is one, and it lives")
+            if not signs.go_on(timeout):
+                raise RunLost(f"rank {self.name} waited to be taken in, and the run has ended")
+            if store.check([f"{self._place(generation + 1)}/members"]):
+                generation += 1
+                record = json.loads(store.get(f"{self._place(generation)}/members"))
+                if self.name in record["names"] and record["names"].index(self.name) in record["newcomers"]:
+                    return self._adopt(record)
+                if record["arrivals"] >= number:
+                    return None  # and knock once more
+            time.sleep(_LOOK)
+
+    def _last_generation(self) -> int:
+        key = f"{self._run}/last generation"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+
+class Signs:
+    """Whether a run is under way: its members say so all the time.
+
+    Args:
+        store: that its generations share.
+        run: its name there.
+    """
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._key = store, f"{run}/signs"
+        self._count, self._at = self._store.add(self._key, 0), time.monotonic()
+
+    def go_on(self, patience: float = _SIGNS) -> bool:
+        """Whether there has been a sign in the last so many seconds."""
+        count, now = self._store.add(self._key, 0), time.monotonic()
+        if count != self._count:
+            self._count, self._at = count, now
+        return now - self._at < patience
+
+    def are_seen(self) -> bool:
+        """Whether there is one soon."""
+        before = self._count
+        while self.go_on():
+            if self._count != before:
+                return True
+            time.sleep(_LOOK)
+        return False
+
+
+class _Door:
+    """Who waits there, and is still there: somebody who waits looks as often as others do."""
+
+    def __init__(self, store: Store, run: str, let_in: int, *, opens: bool) -> None:
+        self._store, self._run, self._let_in, self._opens = store, run, let_in, opens
+        self._counts: dict[int, int] = {}
+        self._looks = 0
+
+    def look(self) -> tuple[int, dict[int, int]] | None:
+        """The last arrival that is seen to, and the names of those that are let in, by number; None before that is known."""
+        if not self._opens:
+            return self._let_in, {}
+        last = self._store.add(f"{self._run}/arrivals", 0)
+        for number in range(self._let_in + 1, last + 1):
+            self._counts.setdefault(number, self._count(number))
+        self._looks += bool(self._counts)
+        if self._counts and self._looks < _STEADY:
+            return None
+        there = [number for number, count in self._counts.items() if self._count(number) != count]
+        return last, {number: int(self._store.get(f"{self._run}/arrival {number}")) for number in there}
+
+    def _count(self, number: int) -> int:
+        return self._store.add(f"{self._run}/arrival {number} waits", 0)
+
+
+def join(
+    rank: int,
+    world_size: int,
+    *,
+    store: Store | None = None,
+    backend: str = "gloo",
+    timeout: float = 1800.0,
+) -> Members | None:
+    """In place of ``torch.distributed.init_process_group``, for a worker that may have been in the run before.
+
+    If the run is under way, and this worker has been lost from it, torch's default group is one of this process alone until
+    the run lets it in, which is at the end of a meeting of its workers (see ``Asynchronous``)::
+
+        members = join(rank, world_size)
+        with ADPSGD(model, optimizer, communicator=Communicator(members=members)) as a:
+            ...
+
+    Otherwise the run begins, and the group is the usual one.
+
+    Args:
+        rank: of this worker, the same as it had before.
+        world_size: number of workers at the run's beginning.
+        store: that all workers share, and that outlives this one; by default that of ``MASTER_ADDR`` and ``MASTER_PORT``,
+            which rank 0 hosts.
+        backend: of the group.
+        timeout: of its collectives, in seconds.
+
+    Returns:
+        Who is in the run that is under way; None where it begins.
+    """
+    patience = timedelta(seconds=timeout)
+    if store is None:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=patience))
+    members = returning(store, rank)
+    if members is None:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+    else:
+        alone(store, backend, timeout)
+    return members
+
+
+def returning(store: Store, rank: int) -> Members | None:
+    """This rank at the door of the run that is under way on this store, if one is."""
+    root = _root(store)
+    if not root.check([_RUN]):
+        return None
+    run = root.get(_RUN).decode()
+    return Members(root, run, rank) if Signs(root, f"{_RUN} {run}").are_seen() else None
+
+
+def alone(store: Store, backend: str, timeout: float) -> None:
+    """The default group is of this process alone."""
+    part = PrefixStore(uuid.uuid4().hex, store)
+    dist.init_process_group(backend, store=part, rank=0, world_size=1, timeout=timedelta(seconds=timeout))
+
+
+def forget_default_group() -> None:
+    """There is none any more. Somebody in it may be lost, so it is leaked: destroying it could wait for an operation."""
+    for group in list(c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    dist.destroy_process_group()
+
+
+def _root(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

@@ -1,0 +1,223 @@
+"""Workers that go on without one that is lost, and take in one that has come back."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from torch import nn
+
+from lightning_cocod import ADPSGD
+from lightning_cocod.comm import Communicator, PeerLost
+from lightning_cocod.comm.members import join
+
+LIMIT = 90.0
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2, dtype=torch.float64)
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def eventually(condition):
+    deadline = time.monotonic() + LIMIT / 2
+    while not (true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true
+
+
+def train(a, model, steps):
+    for _ in range(steps):
+        model(torch.ones(1, 3, dtype=torch.float64)).square().sum().backward()
+        a.step()
+        a.optimizers[0].zero_grad()
+        time.sleep(0.001)
+
+
+def exchanges(a, model):
+    """Whoever asks is averaged with others, whoever its neighbours have been; one that waits in a meeting answers."""
+    train(a, model, 5)
+    if a.comm.world_size > 1 and a.comm.rank % 2 == 0:
+        before = a.gossip.exchanges
+        assert eventually(lambda: train(a, model, 1) or a.gossip.exchanges > before or not a.gossip.neighbours)
+
+
+def loses(rank, n, victims, options):
+    """Some ranks end without a word, one after the other; the others meet after each, and train on."""
+    model = net(rank)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), timeout=20.0, **options)
+    seen = []
+    with a:
+        train(a, model, 20)
+        for number, victim in enumerate(victims):
+            if rank == victim:
+                os._exit(3)
+            train(a, model, 20)
+            with a.consensus():
+                mean = flat(model)
+                everyone = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyone, mean)
+                assert all(torch.equal(other, mean) for other in everyone)
+            assert a.comm.world_size == dist.get_world_size() == n - number - 1
+            assert a.comm.rank == dist.get_rank() == sorted({*range(n)} - {*victims[: number + 1]}).index(rank)
+            exchanges(a, model)
+            seen.append(a.meetings)
+    return seen, flat(model), a.t
+
+
+@pytest.mark.parametrize(
+    ("n", "victims", "options"),
+    [
+        (2, [1], {}),
+        (3, [1], {"topology": [(0, 1), (2, 1)]}),
+        (4, [1, 3, 2], {}),
+        (4, [2], {"compression": "int8"}),
+        (5, [3, 1], {"topology": "exponential"}),
+    ],
+)
+def test_the_others_go_on_until_the_last_one(n, victims, options):
+    results = run_ranks(loses, n, victims, options, timeout=LIMIT, expect=dict.fromkeys(victims, "died"))
+    living = [result for rank, result in enumerate(results) if rank not in victims]
+    assert all(torch.equal(model, living[0][1]) for _, model, _ in living)
+    assert [seen for seen, _, _ in living] == [living[0][0]] * len(living)
+
+
+@pytest.fixture
+def store():
+    """One that outlives every rank."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield host.port
+    del host
+
+
+def comes_back(worker, n, port, leaves):
+    """n − 1 ranks, one of which ends; the last worker is that rank's second life."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if second_life := worker == n - 1:
+        store.wait(["ended"])
+    members = join(leaves if second_life else worker, n - 1, store=store)
+    assert (members is not None) == second_life
+    model = net(worker)
+    communicator = Communicator(members=members, timeout=20.0)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), communicator=communicator)
+    with a:
+        if not second_life:
+            train(a, model, 10)
+            if worker == leaves:
+                store.set("ended", "")
+                os._exit(3)
+            sizes = []
+            while a.comm.world_size < n - 1 or len(sizes) < 2:  # one that is left alone meets as well, with those who wait
+                train(a, model, 10)
+                with a.consensus():
+                    sizes.append(a.comm.world_size)
+            assert n - 2 in sizes
+        place, joined = a.meetings, flat(model)
+        assert a.comm.world_size == n - 1
+        assert a.comm.rank == a.comm.members.names.index(leaves if second_life else worker)
+        exchanges(a, model)
+        with a.consensus():
+            mean = flat(model)
+            everyone = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, mean)
+            assert all(torch.equal(other, mean) for other in everyone)
+    dist.destroy_process_group()
+    return place, joined, flat(model)
+
+
+@pytest.mark.parametrize(("n", "leaves"), [(2, 0), (2, 1), (3, 0), (4, 2)])
+def test_a_rank_that_comes_back_is_let_in_at_the_end_of_a_meeting_with_the_weights_of_another(n, leaves, store):
+    results = run_ranks(comes_back, n + 1, store, leaves, init=False, timeout=LIMIT, expect={leaves: "died"})
+    *others, back = [result for result in results if result is not None]
+    assert all(place == back[0] for place, _, _ in others)
+    assert any(torch.equal(joined, back[1]) for _, joined, _ in others)
+    assert all(torch.equal(end, back[2]) for _, _, end in others)
+
+
+def refused(worker, n, port):
+    """The last worker claims to be one that lives."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    members = None
+    if claims := worker == n - 1:
+        store.wait(["begun"])
+    members = join(0 if claims else worker, n - 1, store=store)
+    model = net(worker)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), communicator=Communicator(members=members, timeout=20.0))
+    said = None
+    if claims:
+        with pytest.raises(PeerLost) as error, a:
+            pass
+        said = str(error.value)
+        store.set("refused", "")
+    else:
+        with a:
+            store.set("begun", "")
+            while not store.check(["refused"]):
+                train(a, model, 5)
+                with a.consensus():
+                    pass
+            assert a.comm.world_size == n - 1
+    dist.destroy_process_group()
+    return said
+
+
+def test_one_that_claims_to_be_a_rank_that_lives_is_refused(store):
+    *_, said = run_ranks(refused, 3, store, init=False, timeout=LIMIT)
+    assert said == "rank 0 cannot be taken in: there is one, and it lives"
+
+
+def too_late(worker, n, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if worker == n - 1:
+        store.wait(["ended"])
+        members = join(1, n - 1, store=store)
+        store.set("waits", "")
+    else:
+        members = join(worker, n - 1, store=store)
+    model = net(worker)
+    communicator = Communicator(members=members, timeout=3.0 if worker == n - 1 else 20.0)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), communicator=communicator)
+    said = None
+    if worker == n - 1:
+        with pytest.raises(PeerLost) as error, a:
+            pass
+        said = str(error.value)
+    else:
+        with a:
+            train(a, model, 5)
+            if worker == 1:
+                store.set("ended", "")
+                os._exit(3)
+            store.wait(["waits"])
+    dist.destroy_process_group()
+    return said
+
+
+def test_one_that_comes_back_after_the_last_meeting_is_told(store):
+    _, _, said = run_ranks(too_late, 3, store, init=False, timeout=LIMIT, expect={1: "died"})
+    assert said == "rank 1 waited to be taken in, and the run has ended"
+
+
+def begins_again(worker, n, port, life):
+    """All ranks have ended: what is left of them in the store is no run."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    assert join(worker, n, store=dist.PrefixStore(f"life {life}", store)) is None
+    model = net(worker)
+    with ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), timeout=20.0) as a:
+        train(a, model, 5)
+        if life == 0:
+            os._exit(3)
+    dist.destroy_process_group()
+    return flat(model)
+
+
+def test_a_run_of_which_nobody_is_left_is_not_waited_for(store):
+    run_ranks(begins_again, 2, store, 0, init=False, timeout=LIMIT, expect={0: "died", 1: "died"})
+    one, other = run_ranks(begins_again, 2, store, 1, init=False, timeout=LIMIT)
+    assert torch.equal(one, other)
