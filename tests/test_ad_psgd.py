@@ -364,7 +364,7 @@ def test_the_consensus_is_the_mean_of_the_masters_and_leaves_no_trace(n):
             assert torch.allclose(inside[0], sum(own) / n, rtol=0, atol=1e-12)
         assert [t for *_, t, _ in results] == [9 + 12 * rank for rank in range(n)]
         assert all(torch.equal(end, results[0][3]) for *_, end in results)
-        assert n == 1 or all(exchanges > 0 for _, exchanges, *_ in results)
+        assert n == 1 or any(exchanges > 0 for _, exchanges, *_ in results)
 
 
 def resumed(rank, n):

@@ -7,9 +7,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from support.ranks import run_ranks
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from support.ranks import free_port, run_ranks
 from support.toys import flat, trainer
+from test_launch import started
+from test_members import eventually
 from test_work_sharing import Linear, numbered, samples
 
 from lightning_cocod import ADPSGDStrategy
@@ -24,6 +26,7 @@ class Watching(Linear):
     def __init__(self, file):
         super().__init__()
         self.looked_at, self.file = [], file
+        file.touch()
 
     def training_step(self, batch, batch_idx):
         with self.file.open("a") as file:
@@ -36,14 +39,14 @@ class Watching(Linear):
 
     def validation_step(self, batch, batch_idx):
         self.looked_at[-1].append(batch[2].tolist())
-        return super().validation_step(batch, batch_idx)
+        self.log("val", self.loss(batch), sync_dist=True)
 
 
 class Dies(Callback):
-    """In the second batch of an epoch, once all ranks have begun it."""
+    """In the first batch of an epoch, once all ranks have begun it."""
 
-    def __init__(self, victims):
-        self.victims = victims
+    def __init__(self, victims, folder):
+        self.victims, self.folder = victims, folder
         self.name = None
 
     def on_train_start(self, trainer, module):
@@ -53,8 +56,9 @@ class Dies(Callback):
         store, epoch, n = dist.distributed_c10d._get_default_store(), trainer.current_epoch, trainer.world_size
         if batch_idx == 0 and store.add(f"begun {epoch}", 1) == n:
             store.set(f"all have begun {epoch}", "")
-        if self.victims.get(self.name) == epoch and batch_idx == 1:
+        if batch_idx == 0 and self.victims.get(self.name) == epoch:
             store.wait([f"all have begun {epoch}"])
+            (self.folder / "dies").touch()
             os._exit(3)
 
 
@@ -62,8 +66,12 @@ def losing(rank, world, victims, folder, options):
     L.seed_everything(1, verbose=False)
     model = Watching(folder / f"rank {rank}")
     keeps = ModelCheckpoint(dirpath=folder, filename="{epoch}-{step}", save_top_k=-1)
-    options = {"callbacks": [Dies(victims), keeps], "enable_checkpointing": True, "num_sanity_val_steps": 0, **options}
-    run = trainer(ADPSGDStrategy(timeout=20.0), world, max_epochs=4, **options)
+    options = {
+        "callbacks": [Dies(victims, folder), keeps],
+        "enable_checkpointing": True,
+        **options,
+    }
+    run = trainer(ADPSGDStrategy(timeout=20.0), world, max_epochs=4, num_sanity_val_steps=0, **options)
     run.fit(model, numbered(N), numbered(16, shuffle=False))
     rate = run.optimizers[0].param_groups[0]["lr"]
     return model.looked_at, rate, flat(model), run.global_rank, run.world_size
@@ -88,3 +96,57 @@ def test_the_others_train_on_and_share_what_is_left(world, victims, tmp_path):
         looked_at = samples([looked_at[epoch] for looked_at, *_ in living])
         if all(died <= epoch for died in victims.values()):
             assert looked_at == list(range(16))
+
+
+class Waits(Callback):
+    """In an epoch, until somebody waits to be let in."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == self.epoch and batch_idx == 0:
+            assert eventually(trainer.strategy.algorithm.comm.members.somebody_waits)
+
+
+def coming_back(worker, n, rank, epoch, folder, port):
+    """n − 1 machines of a rank each, one of which dies; the last worker is its second life."""
+    second_life = worker == n - 1
+    if second_life:
+        assert eventually((folder / "dies").exists)
+    node = rank if second_life else worker
+    started({"NODE_RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": n - 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    L.seed_everything(worker, verbose=False)
+    model = Watching(folder / f"rank {worker}")
+    kept = ModelCheckpoint(dirpath=None if second_life else folder / "kept", monitor="val", save_top_k=-1)
+    stop = EarlyStopping("val", patience=100)
+    callbacks = [Waits(epoch + 1), kept, stop, *([] if second_life else [Dies({rank: epoch}, folder)])]
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0, "default_root_dir": folder / f"root {worker}"}
+    run = trainer(ADPSGDStrategy(timeout=20.0), 1, num_nodes=n - 1, max_epochs=5, callbacks=callbacks, **options)
+    run.fit(model, numbered(N), numbered(16, shuffle=False))
+    places = run.current_epoch, run.optimizers[0].param_groups[0]["lr"], stop.best_score.item(), kept.best_model_path
+    return flat(model), places, run.global_rank, run.world_size, model.looked_at
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_comes_back_is_let_in_where_an_epoch_begins(world, tmp_path):
+    epoch, rank = 0, 1
+    results = run_ranks(
+        coming_back, world + 1, rank, epoch, tmp_path, free_port(), init=False, timeout=LIMIT, expect={rank: "died"}
+    )
+    living = [result for result in results if result is not None]
+    for result in living:
+        assert torch.equal(result[0], living[0][0])
+        assert result[1] == living[0][1]
+        assert result[3] == world
+    assert sorted(result[2] for result in living) == list(range(world))
+    assert living[-1][2] == rank
+    lines = [line.split() for w in range(world + 1) for line in (tmp_path / f"rank {w}").read_text().splitlines()]
+    for number in range(5):
+        seen = Counter(sample for e, *batch in lines for sample in batch if int(e) == number)
+        assert set(seen.values()) == {1}
+        assert (len(seen) < N) == (number == epoch)
+    assert {int(e) for e, *_ in map(str.split, (tmp_path / f"rank {world}").read_text().splitlines())} == {2, 3, 4}
+    for number in (2, 3, 4):
+        looked_at = [result[4][number] for result in living[:-1]] + [living[-1][4][number - 2]]
+        assert set(samples(looked_at)) == set(range(16))

@@ -51,6 +51,8 @@ class Asynchronous(Algorithm):
     """Whether the others train on without a peer that is lost, until they meet."""
     may_leave_out: ClassVar[bool] = False
     """Whether a worker can do without what was not finite."""
+    lets_in: bool = True
+    """Whether those that have come back are let in at the end of a meeting; said by the loop."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class Asynchronous(Algorithm):
     def _all_paused(self) -> None:
         """Returns once all workers have called it. All know then whether somebody waits to be let in."""
         members = self.comm.members
-        awaits = members is not None and members.somebody_waits()
+        awaits = self.lets_in and members is not None and members.somebody_waits()
         self._awaited = bool(self.comm.who(awaits, self.subject("meeting", counted=False)))
 
     def _regroup(self, *, lets_in: bool) -> None:

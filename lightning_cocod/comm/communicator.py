@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.comm.agreement import Agreement
-from lightning_cocod.comm.errors import CommunicationError, RunLost, TransportError, in_one_line, transport
+from lightning_cocod.comm.errors import CommunicationError, TransportError, in_one_line, transport
 from lightning_cocod.comm.group import Group
 from lightning_cocod.comm.header import WISH, Header, Pace
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
@@ -122,6 +122,8 @@ class Communicator(Group):
             self.members.wait(self.timeout)
             while not self._regather():
                 self.members.wait(self.timeout)
+            for told in self.on_regroup:
+                told()
             return
         if self.world_size == 1 or self._thread is not None:
             return
@@ -161,7 +163,7 @@ class Communicator(Group):
         Collective among them. torch's default group is made anew, and all others are gone.
 
         Raises:
-            RunLost: nobody can go on, or the others have gone on without this one.
+            PeerLost: nobody can go on, or the others have gone on without this one.
         """
         members, heartbeat = self.members, self.losses.heartbeat
         if members is None:
@@ -171,8 +173,8 @@ class Communicator(Group):
         self.losses.cut()  # whoever still waits for somebody who is lost is woken, and comes as well
 
         def living() -> set[int]:
-            if isinstance(self.losses.error, RunLost):
-                raise self.losses.error
+            if self.losses.for_good is not None:
+                raise self.losses.for_good
             return {before[rank] for rank in ([0] if heartbeat is None else heartbeat.living)} & set(members.names)
 
         while True:
@@ -196,7 +198,8 @@ class Communicator(Group):
     def _regather(self) -> bool:
         """Be one of the members' group. Returns False if one of them has gone meanwhile."""
         assert self.members is not None
-        self._end_channels()
+        self._end_threads()
+        self._disband_all()
         if _is_distributed():
             self._backend = dist.get_backend()
             forget_default_group()
@@ -248,16 +251,18 @@ class Communicator(Group):
         self.losses.closing = True
         if lost is not None:
             self.losses.cut()
-        self._end_channels()
+        self._end_threads()
         self._end_life()
+        self._disband_all()
         if lost is not None and not told:
             raise lost
 
-    def _end_channels(self) -> None:
-        channels = [*self._nodes.values(), self]
-        for channel in channels:
+    def _end_threads(self) -> None:
+        for channel in (*self._nodes.values(), self):
             channel._end()
-        for channel in channels:
+
+    def _disband_all(self) -> None:
+        for channel in (*self._nodes.values(), self):
             channel._disband()
         self._nodes = {}
 

@@ -8,11 +8,16 @@ class CommunicationError(RuntimeError):
 
 
 class PeerLost(CommunicationError):
-    """A peer died, was stopped, was cut off or left early."""
+    """A peer died, was stopped, was cut off or left early.
 
+    Args:
+        reason: one line.
+        for_good: nobody can be reached any more, or this rank is no part of the run: it does not go on without the peer.
+    """
 
-class RunLost(PeerLost):
-    """No peer can be reached any more, or this rank is no part of the run: nobody goes on with it."""
+    def __init__(self, reason: str, *, for_good: bool = False) -> None:
+        super().__init__(reason)
+        self.for_good = for_good
 
 
 class PeerLeft(PeerLost):

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_cocod.comm.errors import PeerLost, RunLost, first_line, in_one_line
+from lightning_cocod.comm.errors import PeerLost, first_line, in_one_line
 from lightning_cocod.comm.fence import Fence, Identity
 
 Note = dict[str, Any]
@@ -138,7 +138,7 @@ class Heartbeat:
             self._beat()
         except Exception as error:  # this rank would be deaf and mute from here on: that must not pass in silence
             self._failure = self._failure or in_one_line(error)
-            self._tell(RunLost(f"the heartbeat of rank {self.rank} ended: {self._failure}"))
+            self._tell(PeerLost(f"the heartbeat of rank {self.rank} ended: {self._failure}", for_good=True))
         with contextlib.suppress(Exception):  # the last words go out even if there is nothing new to add
             self._note = self._compose()
         with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody is left to read it
@@ -162,7 +162,7 @@ class Heartbeat:
             self._answered = time.monotonic()
             if self._absent and now - self._born > self._connect_timeout:
                 missing = ", ".join(str(rank) for rank, key in enumerate(self._keys) if key in self._absent)
-                self._tell(RunLost(f"rank {missing} has not appeared within {self._connect_timeout:g} s"))
+                self._tell(PeerLost(f"rank {missing} has not appeared within {self._connect_timeout:g} s", for_good=True))
                 return
             for rank in sorted(beats.keys() - {self.rank} - self._gone):
                 if (why := self._why_lost(rank, beats[rank], seen, now)) is None:
@@ -226,7 +226,7 @@ class Heartbeat:
     def _store_lost(self, why: str) -> None:
         """Seen by the beat or the guard, whichever comes first. The run is over: a stopped peer would stay for ever."""
         stopped = [rank for rank, process in list(self._processes.items()) if self._fence.is_stopped(process)]
-        self._tell(RunLost(f"{_STORE_LOST} ({why}){''.join(map(self._end, stopped))}"))
+        self._tell(PeerLost(f"{_STORE_LOST} ({why}){''.join(map(self._end, stopped))}", for_good=True))
 
     def _tell(self, reason: PeerLost) -> bool:
         """Returns whether the others go on. If not, nothing more is told."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from lightning_cocod.comm.errors import CommunicationError, PeerLost, RunLost, TransportError, first_line
+from lightning_cocod.comm.errors import CommunicationError, PeerLost, TransportError, first_line
 from lightning_cocod.comm.heartbeat import Heartbeat
 from lightning_cocod.comm.thread import CommunicationThread
 from lightning_cocod.comm.watchdog import Watchdog
@@ -52,6 +52,8 @@ class Losses:
         self._grace = grace
         self.watchdog = Watchdog(rank, grace)
         self.heartbeat: Heartbeat | None = None
+        self.for_good: PeerLost | None = None
+        """The loss after which nobody goes on."""
         self._threads: list[CommunicationThread] = []
         self._connections: list[Connections] = []
 
@@ -69,7 +71,7 @@ class Losses:
     @property
     def error(self) -> BaseException | None:
         """What has ended communication, if anything has."""
-        return next((thread.error for thread in self._threads if thread.error is not None), None)
+        return self.for_good or next((thread.error for thread in self._threads if thread.error is not None), None)
 
     @property
     def is_outlived(self) -> bool:
@@ -77,7 +79,7 @@ class Losses:
         return not self.needs_all and self._can_outlive(self.error)
 
     def _can_outlive(self, error: BaseException | None) -> bool:
-        return self.outlived and isinstance(error, PeerLost) and not isinstance(error, RunLost)
+        return self.outlived and isinstance(error, PeerLost) and not error.for_good
 
     def need_all(self, does: bool) -> None:
         """Whether something goes on, from now on, that needs all. Whoever comes to its end without the lost is well."""
@@ -113,6 +115,7 @@ class Losses:
         """The heartbeat has lost a peer. Returns whether the others go on."""
         if self.closing:
             return False
+        self.for_good = reason if reason.for_good else None
         self.fail(reason)
         self.cut()
         goes_on = self._can_outlive(reason)

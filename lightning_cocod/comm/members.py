@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_cocod.comm.errors import RunLost, first_line
+from lightning_cocod.comm.errors import PeerLost, first_line
 
 _RUN = "lightning_cocod/run"
 _LOOK = 0.05  # seconds between two looks
@@ -96,30 +96,34 @@ class Members:
             lets_in: whether those that wait are let in.
 
         Raises:
-            RunLost: the others have gone on without this one, or the store is gone.
+            PeerLost: the others have gone on without this one, or the store is gone.
         """
         try:
             record = self._elected(living, lets_in)
         except RuntimeError as error:  # what torch's store raises
-            raise RunLost(f"the store is lost, and without it nobody can go on together ({first_line(error)})") from None
+            raise PeerLost(
+                f"the store is lost, and without it nobody can go on together ({first_line(error)})", for_good=True
+            ) from None
         if self.name not in record["names"]:
-            raise RunLost(f"the others took rank {self.name} for lost, and have gone on without it")
+            raise _lost(f"the others took rank {self.name} for lost, and have gone on without it")
         self._adopt(record)
 
     def wait(self, timeout: float) -> None:
         """Wait to be let in.
 
         Raises:
-            RunLost: the run has ended, its store is gone, or a member that lives has this name.
+            PeerLost: the run has ended, its store is gone, or a member that lives has this name.
         """
         self.names = ()
         try:
             while self.is_waiting:
                 self._knock(timeout)
         except RuntimeError as error:
-            if isinstance(error, RunLost):
+            if isinstance(error, PeerLost):
                 raise
-            raise RunLost(f"rank {self.name} waited to be taken in, and the store is lost ({first_line(error)})") from None
+            raise PeerLost(
+                f"rank {self.name} waited to be taken in, and the store is lost ({first_line(error)})", for_good=True
+            ) from None
         if self._beating is None:
             self._begin()
 
@@ -207,9 +211,9 @@ class Members:
         while True:
             store.add(f"{self._run}/arrival {number} waits", 1)
             if store.check([f"{self._run}/arrival {number} refused"]):
-                raise RunLost(f"rank {self.name} cannot be taken in: there is one, and it lives")
+                raise _lost(f"rank {self.name} cannot be taken in: there is one, and it lives")
             if not signs.go_on(timeout):
-                raise RunLost(f"rank {self.name} waited to be taken in, and the run has ended")
+                raise _lost(f"rank {self.name} waited to be taken in, and the run has ended")
             if store.check([f"{self._place(generation + 1)}/members"]):
                 generation += 1
                 record = json.loads(store.get(f"{self._place(generation)}/members"))
@@ -339,6 +343,10 @@ def forget_default_group() -> None:
     for group in list(c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     dist.destroy_process_group()
+
+
+def _lost(reason: str) -> PeerLost:
+    return PeerLost(reason, for_good=True)
 
 
 def _root(store: Store) -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from lightning_cocod.algorithms.asynchronous import Asynchronous
 from lightning_cocod.comm import Communicator
-from lightning_cocod.strategies import unshareable
+from lightning_cocod.strategies import coming_back, unshareable
 from lightning_cocod.strategies.base import AlgorithmStrategy
 from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.meetings import Meetings
@@ -25,6 +26,8 @@ from lightning_cocod.strategies.work_sharing import KEY, WorkSharing, begin_agai
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_log = logging.getLogger(__name__)
 
 
 class AsynchronousStrategy(AlgorithmStrategy):
@@ -44,6 +47,7 @@ class AsynchronousStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self._sharing: WorkSharing | None = None
         self._regrouped: tuple[int, int] | None = None
+        self._is_let_in = False  # in this epoch, which the others have begun with that
 
     @property
     @override
@@ -72,6 +76,8 @@ class AsynchronousStrategy(AlgorithmStrategy):
         if self._sharing is not None:
             assert self._communicator is not None
             self._communicator.on_regroup.append(lambda: self._regroup(trainer))
+            assert isinstance(self.algorithm, Asynchronous)
+            self.algorithm.lets_in = False  # but where an epoch begins
             assert isinstance(self._quiet, Meetings)
             unshareable.refuse_schedules(trainer)
             self._sharing.calendar.install(self._quiet, self._sharing.reopen, self._replaced)
@@ -116,11 +122,41 @@ class AsynchronousStrategy(AlgorithmStrategy):
 
     @override
     def on_train_start(self) -> None:
+        assert self._communicator is not None
+        members = self._communicator.members
+        comes_back = members is not None and members.is_waiting
+        if comes_back:
+            _log.warning(
+                "[rank %d] waits until the run that is under way lets it in, where an epoch begins", self.global_rank
+            )
         super().on_train_start()
         if self._sharing is not None:
             assert self.lightning_module is not None
-            unshareable.refuse_loaders(self.lightning_module.trainer)
+            trainer = self.lightning_module.trainer
+            unshareable.refuse_loaders(trainer)
+            if comes_back:
+                coming_back.take(trainer, self._sharing, self.broadcast(None))
+                self.algorithm.t = trainer.global_step
+                self._is_let_in = True
             self._sharing.open()
+
+    @override
+    def before_epoch(self) -> None:
+        """The others let in who has come back."""
+        let_in, self._is_let_in = self._is_let_in, False
+        if self._sharing is None or let_in:
+            return
+        assert isinstance(self.algorithm, Asynchronous)
+        assert self.lightning_module is not None
+        comm = self.algorithm.comm
+        comm.needs_all(False)
+        generation = None if comm.members is None else comm.members.generation
+        self.algorithm.lets_in = True
+        with self.algorithm.meeting():
+            pass
+        self.algorithm.lets_in = False
+        if comm.members is not None and comm.members.newcomers and comm.members.generation != generation:
+            self.broadcast(coming_back.place(self.lightning_module.trainer, self._sharing))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

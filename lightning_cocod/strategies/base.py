@@ -33,6 +33,7 @@ from lightning_cocod.algorithms.node import Sizes
 from lightning_cocod.algorithms.options import choice, nonfinite, positive
 from lightning_cocod.comm import Communicator, seconds
 from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.comm.members import Members, alone, returning
 from lightning_cocod.strategies import calendar, own_state, parts, refusals
 from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
@@ -127,6 +128,7 @@ class AlgorithmStrategy(DDPStrategy):
         self._proportional: Proportional | None = None
         self._in_shards: ShardGradients | None = None
         self._stepped = False
+        self._members: Members | None = None  # of a run that waits to be joined
         self._ending: BaseException | None = None
         self._alone = False
         self._resumed: OwnState | None = None
@@ -209,6 +211,8 @@ class AlgorithmStrategy(DDPStrategy):
             with joining(*meeting):
                 if store_outlives_ranks():
                     self._join_afresh()
+                elif self._outlives and self.global_rank > 0:
+                    self._join_again(environment.main_address, environment.main_port)
                 super().setup_distributed()
         except BaseException:
             if isinstance(self._launcher, _SubprocessScriptLauncher):
@@ -228,6 +232,14 @@ class AlgorithmStrategy(DDPStrategy):
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
 
+    def _join_again(self, address: str, port: int) -> None:
+        """Where the run is under way without this rank, wait to be let in. Nobody else is in the world group until then."""
+        patience = timedelta(seconds=self._process_group_timeout)
+        store = torch.distributed.TCPStore(address, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        self._members = returning(store, self.global_rank)
+        if self._members is not None:
+            alone(store, self._get_process_group_backend(), self._process_group_timeout)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -237,12 +249,15 @@ class AlgorithmStrategy(DDPStrategy):
             process_group_timeout=self._process_group_timeout,
             connect_timeout=self._connect_timeout,
             in_step=not self._asynchronous,
+            members=self._members,
         )
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         self._communicator.outlives = self._outlives and trainer.state.fn == TrainerFn.FITTING
         self._communicator.needs_all(True)  # but while ranks are at different batches
-        self._communicator.start()  # here, not in setup: from now on a peer that is lost is noticed, whatever is running
+        if self._members is None:
+            self._communicator.start()  # here, not in setup: a peer that is lost is noticed, whatever is running
+        self._members = None
         self._checkpoints = Checkpoints(
             self._communicator,
             self.registered_name,
@@ -367,6 +382,9 @@ class AlgorithmStrategy(DDPStrategy):
             self._alone = True
 
     # Steps
+
+    def before_epoch(self) -> None:
+        """An epoch begins."""
 
     def before_batch(self, batch_idx: int) -> None:
         """Every batch, before all hooks of the user's."""

@@ -59,6 +59,10 @@ class _Verbs(Callback):
         self._strategy, self._quiet = strategy, quiet
 
     @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy.before_epoch()
+
+    @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         self._quiet.on_batch_start()
         self._strategy.before_batch(batch_idx)

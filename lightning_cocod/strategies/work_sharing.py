@@ -67,8 +67,6 @@ class WorkSharing:
         unshareable.refuse_loader(loader, self._n)
         sampler = loader.sampler
         seed = same(getattr(sampler, "seed", 0))  # one order for all, however the user has seeded the ranks
-        if hasattr(sampler, "seed"):
-            sampler.seed = seed
         inside = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # the user's own, in Lightning's wrapper
         generators = [getattr(owner, "generator", None) for owner in (sampler, inside)]
         self._batches = _Batches(
@@ -77,12 +75,12 @@ class WorkSharing:
             sampler,
             loader.batch_size,
             drop_last=loader.drop_last,
-            seed=seed,
             ahead=loader.num_workers * (loader.prefetch_factor or 0),
             generators=[generator for generator in generators if isinstance(generator, torch.Generator)],
             rank=self._rank,
             world_size=self._n,
         )
+        self._batches.begin_with(seed)
         object.__setattr__(loader, "batch_sampler", self._batches)  # loaders forbid it to all but their constructor
 
     def open(self) -> None:
@@ -104,6 +102,17 @@ class WorkSharing:
         """From the next epoch on the ranks are others. A step of a schedule has as many batches as before."""
         self._rank, self._n = rank, world_size
         self.batches.among(rank, world_size)
+
+    def place(self) -> dict[str, Any]:
+        """Where the run is between two epochs, for a rank that has come back."""
+        calendar, batches = self.calendar, self.batches
+        state = {"trained": [], "positions": [calendar.position], "calendar": calendar.state_dict()}
+        return {**state, "batches": batches.there_are, "seed": batches.seed}
+
+    def take(self, place: dict[str, Any]) -> None:
+        """Before ``open``: go on from there."""
+        self._resumed, self.calendar.position = place, place["positions"][0]
+        self.batches.begin_with(place["seed"])
 
     def before_batch(self) -> int:
         """A batch begins.
@@ -223,6 +232,12 @@ class _Batches(SharedEpoch):
         self._begin, self._named, self.is_open = begin, named, False
         self.there_are = self.total
         """Batches of the whole data set."""
+
+    def begin_with(self, seed: int) -> None:
+        """Of all epochs from the next one on."""
+        self.seed = seed
+        if hasattr(self._order, "seed"):
+            self._order.seed = seed
 
     def __len__(self) -> int:
         if self.is_open:
