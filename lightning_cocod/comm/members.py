@@ -166,9 +166,10 @@ class Members:
         self._beating.start()
 
     def _beat(self) -> None:
+        store = self._hosted.clone()  # of its own: a group that is being made keeps the other one waiting
         with suppress(RuntimeError):  # the store is gone: then nobody can come any more
             while not self._over.is_set():
-                self._store.add(f"{self._run}/signs", 1)
+                store.add(f"{self._run}/signs", 1)
                 self._over.wait(_BEAT)
 
     def _place(self, generation: int) -> str:
