@@ -16,6 +16,7 @@ from lightning_cocod.algorithms.staleness import Staleness
 from lightning_cocod.algorithms.when import Every
 from lightning_cocod.comm import PeerLost
 from lightning_cocod.comm.gossip import Gossip
+from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.topology import as_topology
 from lightning_cocod.compression import Codec, as_compression
 
@@ -110,7 +111,11 @@ class ADPSGD(Asynchronous):
         base = [p.detach().clone() for p in self.x] if self.codec is not None else None
         if base and self.comm.world_size > 1:
             self.comm.broadcast_(base, self.subject("base", counted=False)).wait()
-        self.gossip.start(self.comm.connect_timeout, base)
+        self.gossip.start(self.comm.connect_timeout, base, self.comm.losses.check)
+
+    def _fingerprint(self) -> str:
+        codec = None if self.codec is None else f"{fingerprint(self.codec):x}"
+        return f"{super()._fingerprint()} {self._edges if isinstance(self._edges, str) else 'ring'} {codec}"
 
     def step(self, update: Callable[[], T] | None = None, *, scaler: torch.amp.GradScaler | None = None) -> T | None:
         """x ← x + U, in one piece for whoever takes a snapshot."""
@@ -136,8 +141,9 @@ class ADPSGD(Asynchronous):
             with self.meeting():
                 self._leave()
                 self._all_paused()  # before nobody looks for the others any more, none of them closes
-            self.release()
-            self._begin()
+            if self._parameters() != self.x:  # the workers have not regrouped meanwhile, after which all is new anyway
+                self.release()
+                self._begin()
 
     def _leave(self) -> None:
         self.gossip.fold()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -82,6 +83,7 @@ class Asynchronous(Algorithm):
     def start(self, *, broadcast: bool = True) -> None:
         """As ``Algorithm.start``. A worker that has come back waits until it is let in, and takes another one's weights."""
         comes_back = self.comm.members is not None and self.comm.members.is_waiting
+        self.comm.fingerprint = self._fingerprint()
         super().start(broadcast=broadcast and not comes_back)
         if comes_back:
             self._welcome()
@@ -129,10 +131,12 @@ class Asynchronous(Algorithm):
             while True:
                 try:
                     rest.enter_context(self._rest(self._all_paused))
-                    break
+                    if self._settled("begins") == "begins":
+                        break
                 except PeerLost:
-                    if self.comm.failed:
+                    if self.comm.failed or self._settled("regroups") == "begins":
                         raise
+                rest.close()
                 self._regroup(lets_in=False)  # whoever comes back has no part in this meeting
             yield
 
@@ -199,6 +203,16 @@ class Asynchronous(Algorithm):
     def _state(self) -> dict[str, Any]:
         """What is part of the state; at rest."""
 
+    def _settled(self, what: str) -> str:
+        """What all do with this meeting: a loss is noticed at another moment on each."""
+        members = self.comm.members
+        return what if members is None else members.settle(f"meeting {self.meetings}", what)
+
+    def _fingerprint(self) -> str:
+        """Of what must be the same on all workers."""
+        state = [*self.model.parameters(), *self.model.buffers()]
+        return f"{self.name} {zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in state]).encode()):x}"
+
     def _all_paused(self) -> None:
         """Returns once all workers have called it. All know then whether somebody waits to be let in."""
         members = self.comm.members
@@ -214,15 +228,15 @@ class Asynchronous(Algorithm):
 
     def _welcome(self) -> None:
         """The workers are others than before. Newcomers take the weights of one that is not, and its place in the run."""
-        place = [self.meetings, -1 if self._claimed is None else self._claimed]
+        place = [self.meetings, -1 if self._claimed is None else self._claimed, *self.comm.departed]
         self.meetings = 0  # headers have it, and a newcomer is yet to hear it
         self.weighing = Weighing(None, self.comm.world_size)
         with self._rest(self._all_paused):
             self._leave()
             self._all_paused()  # before nobody looks for the others any more, none of them closes
         self.release()
-        self.meetings, claimed = self._taken_over(place)
-        self._claimed = None if claimed < 0 else claimed
+        self.meetings, claimed, *departed = self._taken_over(place)
+        self._claimed, self.comm.departed = None if claimed < 0 else claimed, (departed[0], departed[1])
         self._begin()
 
     def _taken_over(self, place: list[int]) -> list[int]:

@@ -19,6 +19,7 @@ from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchan
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import PATIENCE, Losses
+from lightning_cocod.comm.members import set_timeout
 from lightning_cocod.comm.message import Message, Report, Subject
 from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle
@@ -72,14 +73,22 @@ class Channel:
         self._thread = CommunicationThread(f"{name} of rank {self.ranks[self.rank]}")
         self._home.losses.concern(self._thread, self._connections)
 
-    def _connect(self, timeout: float, parts: Sequence[Sequence[int]]) -> None:
-        """Make the groups: all ranks of the run, at the same place, those of all parts. Each keeps that of its own."""
-        patience = timedelta(seconds=timeout)
+    def _connect(self, timeout: float, parts: Sequence[Sequence[int]], making: float | None = None) -> None:
+        """Make the groups: all ranks of the run, at the same place, those of all parts. Each keeps that of its own.
+
+        Args:
+            timeout: of their operations, in seconds.
+            parts: of the ranks.
+            making: seconds in which they must have been made, if that is another time.
+        """
+        patience = timedelta(seconds=making or timeout)
         with self._connections.being_made():
             self._groups = [self._new_group("gloo", parts, patience)]
             dist.barrier(self._groups[0])  # connects everybody now: nobody waits for a dead peer's first message
         if self.device.type == "cuda" and "nccl" in dist.get_backend():
             self._groups.append(self._new_group("nccl", parts, patience))
+        for group in self._groups if making else ():
+            set_timeout(timeout, group)
 
     def _new_group(self, backend: str, parts: Sequence[Sequence[int]], patience: timedelta) -> dist.ProcessGroup:
         groups = [dist.new_group(list(part), backend=backend, timeout=patience) for part in parts]

@@ -7,13 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.comm.agreement import Agreement
-from lightning_cocod.comm.errors import CommunicationError, TransportError, in_one_line, transport
+from lightning_cocod.comm.errors import CommunicationError, in_one_line, transport
 from lightning_cocod.comm.group import Group
 from lightning_cocod.comm.header import WISH, Header, Pace
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
@@ -25,6 +26,7 @@ from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.wishes import Wishes
 
 _log = logging.getLogger(__name__)
+_MAKING = 30.0  # seconds in which members that have all just been there make their groups
 
 
 def seconds(name: str, value: object) -> float:
@@ -82,6 +84,8 @@ class Communicator(Group):
         """Whether the others go on without a peer that is lost, as those that ``regroup``; said before ``start``."""
         self.members = members
         """Who they are, if so, and if there is more than one."""
+        self.fingerprint = ""
+        """Of what must be the same on all of them, for those that come back."""
         self.on_regroup: list[Callable[[], None]] = []
         """Called when the ranks are others than before."""
         self.pace = Pace()
@@ -99,7 +103,8 @@ class Communicator(Group):
         """Failures, and what follows."""
         self._needs_all = False
         self._backend = "gloo"
-        self._departed: list[Note] = []  # the last ones of those that are lost
+        self.departed = 0, 0
+        """Samples and steps of those that are lost, as far as is known."""
         self._nodes: dict[tuple[tuple[int, ...], ...], Group] = {}
 
     def _be_one_of_the_group(self) -> None:
@@ -119,43 +124,42 @@ class Communicator(Group):
             PeerLost: a peer has not appeared; or this rank waited to be let in to a run, and was not.
         """
         if self.members is not None and self.members.is_waiting:
-            self.members.wait(self.timeout)
-            while not self._regather():
-                self.members.wait(self.timeout)
-            for told in self.on_regroup:
-                told()
+            self._be_let_in(self.members)
             return
         if self.world_size == 1 or self._thread is not None:
             return
         if self.outlives and self.members is None:
             self.members = Members.founding(_get_default_store(), self.rank, self.world_size)
-        self._connect_all()
-
-    def _connect_all(self) -> None:
-        if self.world_size == 1:
-            return
-        self.losses = Losses(self.rank, self.grace)
-        self.losses.outlived, self.losses.needs_all = self.outlives, self._needs_all
-        self._open("communication")
-        atexit.register(self._at_exit)
         try:
-            self.losses.heartbeat = Heartbeat(
-                _get_default_store(),
-                self.rank,
-                self.world_size,
-                timeout=self.timeout,
-                connect_timeout=self.connect_timeout,
-                compose=self._note,
-                receive=self._receive,
-                lost=self.losses.lost,
-            )
-            self.losses.heartbeat.meet()
-            self.check()
-            self._connect(self.process_group_timeout, [self.ranks])
+            self._begin_life(self.connect_timeout)
         except BaseException as error:
             self.abort(error)
             self.close()
             raise
+
+    def _begin_life(self, connect_timeout: float, making: float | None = None) -> None:
+        """Heartbeat, thread and groups of those who are in torch's default group."""
+        self.losses = Losses(self.rank, self.grace)
+        self.losses.outlived, self.losses.needs_all = self.outlives, self._needs_all
+        if self.world_size == 1:
+            return
+        self._open("communication")
+        atexit.register(self._at_exit)
+        self.losses.heartbeat = Heartbeat(
+            _get_default_store(),
+            self.rank,
+            self.world_size,
+            timeout=self.timeout,
+            connect_timeout=connect_timeout,
+            compose=self._note,
+            receive=partial(self._receive, self.losses, self._notes),
+            lost=self.losses.lost,
+        )
+        self.losses.heartbeat.meet()
+        self.losses.check()
+        self._connect(self.process_group_timeout, [self.ranks], making)
+
+    # Others than before
 
     def regroup(self, *, lets_in: bool) -> None:
         """Go on with those that live and, if wanted, with those that have come back: from now on the ranks are theirs.
@@ -165,23 +169,28 @@ class Communicator(Group):
         Raises:
             PeerLost: nobody can go on, or the others have gone on without this one.
         """
-        members, heartbeat = self.members, self.losses.heartbeat
+        members, life, notes = self.members, self.losses, self._notes
         if members is None:
-            self.losses.check()
+            life.check()
             raise RuntimeError("nobody can regroup before start() or after close()")
-        before = members.names
-        self.losses.cut()  # whoever still waits for somebody who is lost is woken, and comes as well
+        members.fingerprint = self.fingerprint
+        before, heartbeat = members.names, life.heartbeat
+        life.cut()  # whoever still waits for somebody who is lost is woken, and comes as well
+        self._end_threads()
+        self._disband_all()
 
         def living() -> set[int]:
-            if self.losses.for_good is not None:
-                raise self.losses.for_good
+            if life.for_good is not None:
+                raise life.for_good
             return {before[rank] for rank in ([0] if heartbeat is None else heartbeat.living)} & set(members.names)
 
-        while True:
+        members.elect(living, lets_in=lets_in)
+        while not self._regathers():
             members.elect(living, lets_in=lets_in)
-            if self._regather():
-                break
-        self._departed += [note for rank, note in self._last_notes.items() if before[rank] not in members.names]
+        self._end_life(life)
+        lost = [note for rank, note in notes.items() if before[rank] not in members.names]
+        samples, steps = self.departed
+        self.departed = samples + sum(int(n["samples"]) for n in lost), steps + sum(int(n["steps"]) for n in lost)
         gone = [str(rank) for rank, name in enumerate(before) if name not in members.names]
         _log.warning(
             "[rank %d] goes on as rank %d of %d%s%s",
@@ -191,28 +200,45 @@ class Communicator(Group):
             f", without rank {', '.join(gone)}" if gone else "",
             f"; rank {', '.join(map(str, members.newcomers))} is new" if members.newcomers else "",
         )
-        self.wishes.forget()
         for told in self.on_regroup:
             told()
 
-    def _regather(self) -> bool:
-        """Be one of the members' group. Returns False if one of them has gone meanwhile."""
+    def _be_let_in(self, members: Members) -> None:
+        if not self.outlives:
+            raise ValueError("a run whose workers are in step lets nobody in: leave members out, and start all of it again")
+        members.fingerprint = self.fingerprint
+        members.wait(self.timeout)
+        while not self._regathers():
+            members.wait(self.timeout)
+        for told in self.on_regroup:
+            told()
+
+    def _regathers(self) -> bool:
+        """Be one of the members' group. Returns False if not all of them have come so far."""
         assert self.members is not None
+        before, making, why = self.losses, min(self.connect_timeout, _MAKING), None
+        try:
+            with transport:
+                if _is_distributed():
+                    self._backend = dist.get_backend()
+                    forget_default_group(somebody_is_lost=before.error is not None)
+                self.members.gather(self._backend, self.device, self.process_group_timeout, making)
+            self._be_one_of_the_group()
+            self.wishes.forget()
+            self._begin_life(making, making)
+        except RuntimeError as error:  # of the transport, or a PeerLost
+            why = error
+        if self.members.agree(why is None, lambda: self.losses is not before and self.losses.error is not None):
+            return True
+        _log.info("[rank %d] not all of the next generation have come together: %s", self.members.name, why)
         self._end_threads()
         self._disband_all()
         if _is_distributed():
-            self._backend = dist.get_backend()
-            forget_default_group()
-        try:
-            with transport:
-                self.members.gather(self._backend, self.device, self.process_group_timeout, self.connect_timeout)
-        except TransportError:
-            return False
-        self._last_notes = self._notes
-        self._end_life()
-        self._be_one_of_the_group()
-        self._connect_all()
-        return True
+            forget_default_group(somebody_is_lost=True)
+        if self.losses is not before:
+            self._end_life(self.losses)
+            self.losses = before
+        return False
 
     def within(self, nodes: Sequence[Sequence[int]]) -> Group:
         """The ranks of this one's node, with a thread and a group of their own until ``close``.
@@ -252,8 +278,9 @@ class Communicator(Group):
         if lost is not None:
             self.losses.cut()
         self._end_threads()
-        self._end_life()
+        self._end_life(self.losses)
         self._disband_all()
+        self.losses = Losses(self.rank, self.grace)
         if lost is not None and not told:
             raise lost
 
@@ -266,21 +293,19 @@ class Communicator(Group):
             channel._disband()
         self._nodes = {}
 
-    def _end_life(self) -> None:
-        atexit.unregister(self._at_exit)
-        self.losses.closing = True
-        if self.losses.heartbeat is not None:
-            self.losses.heartbeat.close(timeout=2.0)
-            self.losses.heartbeat = None
-        self.losses.watchdog.over()
-        self.losses = Losses(self.rank, self.grace)
+    def _end_life(self, life: Losses) -> None:
+        life.closing = True
+        if life.heartbeat is not None:
+            life.heartbeat.close(timeout=2.0)
+            life.heartbeat = None
+        life.watchdog.over()
 
     def abort(self, reason: BaseException) -> None:
         """This rank cannot go on. The peers are told why; nothing is waited for. ``close`` follows."""
         if self._thread is None:
             return
         self.losses.watchdog.noticed()
-        if not self.losses.over.is_set():
+        if not self.losses.over.is_set() or self.losses.outlived:  # others outlive what has ended it for this one
             self.losses.tell(in_one_line(reason))
         self.losses.fail(CommunicationError(f"communication ended by {in_one_line(reason)}"))
         self.losses.cut()
@@ -357,12 +382,12 @@ class Communicator(Group):
         noted = [int(self._notes[r]["samples"]) if r in self._notes else 0 for r in range(self.world_size)]
         heard = [max(pair) for pair in zip(noted, self.samples_heard, strict=True)]
         heard[self.rank] = self.samples
-        return sum(heard) + sum(int(note["samples"]) for note in self._departed)
+        return sum(heard) + self.departed[0]
 
     def total_steps(self) -> int:
         """Optimizer steps of all ranks together, where the caller counts, as of the last heartbeat; no collective."""
-        others = [note for rank, note in self._notes.items() if rank != self.rank]
-        return self.steps + sum(int(note["steps"]) for note in others + self._departed)
+        others = sum(int(note["steps"]) for rank, note in self._notes.items() if rank != self.rank)
+        return self.steps + others + self.departed[1]
 
     def _hear(self, paces: list[Pace]) -> None:
         self.heard = paces
@@ -384,10 +409,11 @@ class Communicator(Group):
     def _note(self) -> Note:
         return {"samples": self.samples, "steps": self.steps, **self._asking.note()}
 
-    def _receive(self, notes: dict[int, Note]) -> bool:
-        self._notes.update(notes)
-        self.losses.look()
-        return self._asking.receive(notes)
+    def _receive(self, life: Losses, notes: dict[int, Note], heard: dict[int, Note]) -> bool:
+        """While the members of a generation come together, the one before lives as well."""
+        notes.update(heard)
+        life.look()
+        return life is self.losses and self._asking.receive(heard)
 
 
 def promised_group_is_there() -> None:

@@ -110,11 +110,12 @@ class Gossip:
 
     # Lifecycle
 
-    def start(self, timeout: float, base: Sequence[Tensor] | None = None) -> None:
+    def start(self, timeout: float, base: Sequence[Tensor] | None = None, check: Callable[[], None] = lambda: None) -> None:
         """Meet the neighbours and begin. Collective.
 
         Args:
             timeout: seconds in which they must have appeared.
+            check: see ``meet``.
             base: θ, from which codes are differences: like x and close to it, the same on all workers. Not kept.
         """
         neighbours = self.topology.neighbours(self.rank)
@@ -125,8 +126,16 @@ class Gossip:
         else:
             self._wires = {other: self._coded(self._coding, other, base or self.x) for other in neighbours}
         asks = is_active(self.rank)
-        sides = {"asks": neighbours if asks else (), "answers": () if asks else neighbours}
-        asked, answered = meet(_get_default_store(), self.rank, "gossip", **sides, ledger=self._ledger, timeout=timeout)
+        asked, answered = meet(
+            _get_default_store(),
+            self.rank,
+            "gossip",
+            asks=neighbours if asks else (),
+            answers=() if asks else neighbours,
+            ledger=self._ledger,
+            timeout=timeout,
+            check=check,
+        )
         self._links = {**asked, **answered}
         self._all = list(self._links.values())
         if asks:

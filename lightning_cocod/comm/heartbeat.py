@@ -57,6 +57,7 @@ class Heartbeat:
         lost: Callable[[PeerLost], bool],
     ) -> None:
         self.rank, self.timeout, self.interval = rank, timeout, interval
+        self._patience = timeout
         self._connect_timeout, self._born = connect_timeout, time.monotonic()
         self._compose, self._receive, self._lost = compose, receive, lost
         self._store = store.clone()
@@ -69,6 +70,7 @@ class Heartbeat:
         self._processes: dict[int, Identity] = {}  # of the ranks that have said who they are
         self._ended: set[int] = set()  # ranks whose process was gone at an earlier look
         self._gone: frozenset[int] = frozenset()
+        self._left: frozenset[int] = frozenset()  # in good order
         self._failure: str | None = None
         self._count = 0
         self._note: Note = {}
@@ -91,7 +93,7 @@ class Heartbeat:
     @property
     def living(self) -> frozenset[int]:
         """The ranks that are not lost, as far as is known."""
-        return frozenset(range(len(self._keys))) - self._gone
+        return frozenset(range(len(self._keys))) - self._gone - self._left
 
     def suspect(self) -> None:
         """A connection has broken, so somebody is gone: from now on a few missed beats tell who."""
@@ -164,12 +166,14 @@ class Heartbeat:
                 missing = ", ".join(str(rank) for rank, key in enumerate(self._keys) if key in self._absent)
                 self._tell(PeerLost(f"rank {missing} has not appeared within {self._connect_timeout:g} s", for_good=True))
                 return
+            self._left = frozenset(rank for rank, beat in beats.items() if beat["closed"]) - {self.rank}
             for rank in sorted(beats.keys() - {self.rank} - self._gone):
                 if (why := self._why_lost(rank, beats[rank], seen, now)) is None:
                     continue
                 self._gone |= {rank}
                 if not self._tell(PeerLost(f"rank {rank} {why}")):
                     return
+                self.timeout = self._patience  # that was who was suspected
             if not self._absent:
                 self._met.set()
             notes = {rank: beat["note"] for rank, beat in beats.items() if rank not in self._gone}

@@ -13,10 +13,11 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
 
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_cocod.comm.errors import PeerLost, first_line
@@ -25,11 +26,20 @@ from lightning_cocod.comm.link import HELLO, Link
 
 _log = logging.getLogger(__name__)
 _TOKEN = 16  # bytes
+_PART = 0.5  # seconds between two checks
 _GREETING = 10.0  # seconds in which somebody who has connected must have sent the token
 
 
 def meet(
-    store: Store, rank: int, name: str, *, asks: Sequence[int], answers: Sequence[int], ledger: Ledger, timeout: float
+    store: Store,
+    rank: int,
+    name: str,
+    *,
+    asks: Sequence[int],
+    answers: Sequence[int],
+    ledger: Ledger,
+    timeout: float,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[dict[int, Link], dict[int, Link]]:
     """Connect this rank with those that it asks and with those that it answers. All of them call it, equally often.
 
@@ -41,6 +51,7 @@ def meet(
         answers: ranks that connect to this one. A rank may be in both: then there are two links, one for each direction.
         ledger: of the links.
         timeout: seconds in which all of them must have appeared.
+        check: called now and then meanwhile; what it raises ends the waiting.
 
     Returns:
         The links to those that it asks, and to those that it answers, by rank.
@@ -64,10 +75,10 @@ def meet(
                 host, port = listener.getsockname()[:2]
                 store.set(key(rank), json.dumps([host, port, token.hex()]))
             for peer in asks:  # none of them waits to be answered before it answers others, so no circle can close
-                asked[peer] = _connect(store, key(peer), rank, peer, ledger, deadline, timeout)
+                asked[peer] = _connect(store, key(peer), rank, peer, ledger, deadline, timeout, check)
             while len(answered) < len(answers):
                 missing = [peer for peer in answers if peer not in answered]
-                link = _accept(listener, token, missing, ledger, deadline, timeout)
+                link = _accept(listener, token, missing, ledger, deadline, timeout, check)
                 if link is not None:
                     answered[link.peer] = link
                     link.send(HELLO, tag=rank, silence=_GREETING)
@@ -104,12 +115,17 @@ def _listen(host: str, peers: int) -> socket.socket:
     return listener
 
 
-def _connect(store: Store, key: str, rank: int, peer: int, ledger: Ledger, deadline: float, timeout: float) -> Link:
-    try:
-        store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-        host, port, token = json.loads(store.get(key))
-    except RuntimeError:  # what torch's store raises
-        raise PeerLost(f"rank {peer} has not appeared within {timeout:g} s") from None
+def _connect(
+    store: Store,
+    key: str,
+    rank: int,
+    peer: int,
+    ledger: Ledger,
+    deadline: float,
+    timeout: float,
+    check: Callable[[], None],
+) -> Link:
+    host, port, token = json.loads(_value(store, key, peer, deadline, timeout, check))
     try:
         connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
         connection.sendall(bytes.fromhex(token))
@@ -120,15 +136,35 @@ def _connect(store: Store, key: str, rank: int, peer: int, ledger: Ledger, deadl
     return link
 
 
+def _value(store: Store, key: str, peer: int, deadline: float, timeout: float, check: Callable[[], None]) -> bytes:
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=_PART))
+            return store.get(key)
+        except RuntimeError as error:  # what torch's store raises
+            if time.monotonic() >= deadline or not isinstance(error, DistStoreError):
+                raise PeerLost(f"rank {peer} has not appeared within {timeout:g} s") from None
+        check()
+
+
 def _accept(
-    listener: socket.socket, token: bytes, missing: list[int], ledger: Ledger, deadline: float, timeout: float
+    listener: socket.socket,
+    token: bytes,
+    missing: list[int],
+    ledger: Ledger,
+    deadline: float,
+    timeout: float,
+    check: Callable[[], None],
 ) -> Link | None:
-    """The next of the missing ranks, or None where it was somebody else."""
-    listener.settimeout(max(0.1, deadline - time.monotonic()))
+    """The next of the missing ranks, or None where it was somebody else, or nobody yet."""
+    listener.settimeout(_PART)
     try:
         connection, address = listener.accept()
     except TimeoutError:
-        raise PeerLost(f"rank {missing[0]} has not appeared within {timeout:g} s") from None
+        if time.monotonic() >= deadline:
+            raise PeerLost(f"rank {missing[0]} has not appeared within {timeout:g} s") from None
+        check()
+        return None
     if not _has_token(connection, token):
         _log.warning("a connection from %s did not begin with the token of this run: closed", address[0])
         connection.close()

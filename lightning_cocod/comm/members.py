@@ -4,8 +4,9 @@ A run has generations. In each, its members are the ranks 0, 1, … of torch's d
 like any other run of as many ranks. A member keeps its name: the rank that it had, or has come back for, in the first one.
 
 All members that live come to an election, wherever their algorithm says that they meet. The first who sees all of them there
-says who is in the next generation: those, and whoever waits at the door. What it says goes through the store that all
-generations share, which takes one answer only. Then the default group is made anew, in a part of the store of its own.
+says who is in the next generation: those and, where it is wanted, whoever waits at the door. Then they make the groups, in a
+part of the store of their own, and the generation counts once all of them have; else the next one is elected. What one says
+for all goes through the store that all generations share, which takes one answer to a question.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Members:
     Attributes:
         names: of the members of the present generation, by rank; nobody's as long as this one waits.
         newcomers: ranks of those that were not in the generation before.
+        fingerprint: of what must be the same on all members, for whoever wants to be let in.
     """
 
     def __init__(self, store: Store, run: str, name: int) -> None:
@@ -54,6 +56,7 @@ class Members:
         self.generation = 0
         self.names: tuple[int, ...] = ()
         self.newcomers: tuple[int, ...] = ()
+        self.fingerprint = ""
         self._let_in = 0  # arrivals that have been seen to
         self._over = threading.Event()
         self._beating: threading.Thread | None = None
@@ -88,6 +91,17 @@ class Members:
             return self._store.add(f"{self._run}/arrivals", 0) > self._let_in
         return False
 
+    def settle(self, question: str, answer: str) -> str:
+        """The answer of whoever answers first, among the members of this generation.
+
+        Raises:
+            PeerLost: the store is gone.
+        """
+        try:
+            return self._settle(f"{self._place(self.generation)}/{question}", answer)
+        except RuntimeError as error:  # what torch's store raises
+            raise _store_lost(error) from None
+
     def elect(self, living: Callable[[], Collection[int]], *, lets_in: bool) -> None:
         """The next generation begins: wait until the members that live are here.
 
@@ -100,11 +114,11 @@ class Members:
         """
         try:
             record = self._elected(living, lets_in)
-        except RuntimeError as error:  # what torch's store raises
-            raise PeerLost(
-                f"the store is lost, and without it nobody can go on together ({first_line(error)})", for_good=True
-            ) from None
-        if self.name not in record["names"]:
+        except PeerLost:
+            raise
+        except RuntimeError as error:
+            raise _store_lost(error) from None
+        if self.name not in record["names"] or str(self.name) in record["let in"]:
             raise _lost(f"the others took rank {self.name} for lost, and have gone on without it")
         self._adopt(record)
 
@@ -112,53 +126,78 @@ class Members:
         """Wait to be let in.
 
         Raises:
-            PeerLost: the run has ended, its store is gone, or a member that lives has this name.
+            PeerLost: the run has ended, or does not want this one.
         """
+        self._hush()  # its own signs are none of the run's
         self.names = ()
         try:
             while self.is_waiting:
                 self._knock(timeout)
+        except PeerLost:
+            raise
         except RuntimeError as error:
-            if isinstance(error, PeerLost):
-                raise
-            raise PeerLost(
-                f"rank {self.name} waited to be taken in, and the store is lost ({first_line(error)})", for_good=True
-            ) from None
-        if self._beating is None:
-            self._begin()
+            raise _store_lost(error) from None
+        self._begin()
 
-    def gather(self, backend: str, device: torch.device, timeout: float, connect_timeout: float) -> None:
+    def gather(self, backend: str, device: torch.device, timeout: float, making: float) -> None:
         """Make torch's default group anew, of the members.
 
         Args:
             backend: of the group.
             device: of this worker.
             timeout: of its collectives, in seconds.
-            connect_timeout: in which it must have been made.
+            making: seconds in which it must have been made.
 
         Raises:
             RuntimeError: one of them has gone meanwhile.
         """
-        part = PrefixStore(f"{self._run}/generation {self.generation}", self._store)
+        part = PrefixStore(self._place(self.generation), self._store)
         dist.init_process_group(
             backend,
             store=part,
             rank=self.rank,
             world_size=len(self.names),
-            timeout=timedelta(seconds=connect_timeout),
+            timeout=timedelta(seconds=making),
             device_id=device if device.type == "cuda" and "nccl" in backend else None,
         )
-        set_timeout: Any = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # its name before torch 2.14
-        set_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+        set_timeout(timeout, dist.group.WORLD)
+
+    def agree(self, made: bool, has_failed: Callable[[], bool]) -> bool:
+        """Whether all members have made what they need; if not, none of them goes on with it.
+
+        Args:
+            made: whether this one has.
+            has_failed: whether what it has made has failed meanwhile.
+
+        Raises:
+            PeerLost: the store is gone.
+        """
+        place = self._place(self.generation)
+        try:
+            if made:
+                self._store.set(f"{place}/made {self.name}", "")
+            while not self._store.check([f"{place}/outcome"]):
+                if not made or has_failed():
+                    self._settle(f"{place}/outcome", "given up")
+                elif all(self._store.check([f"{place}/made {name}"]) for name in self.names):
+                    self._settle(f"{place}/outcome", "made")
+                else:
+                    time.sleep(_LOOK)
+            return self._store.get(f"{place}/outcome") == b"made"
+        except RuntimeError as error:
+            raise _store_lost(error) from None
 
     def leave(self) -> None:
         """Nobody is let in by this one any more. Idempotent."""
+        self._hush()
+
+    # Inside
+
+    def _hush(self) -> None:
         self._over.set()
         if self._beating is not None:
             self._beating.join(timeout=2.0)
             self._beating = None
-
-    # Inside
 
     def _begin(self) -> None:
         self._over.clear()
@@ -167,13 +206,16 @@ class Members:
 
     def _beat(self) -> None:
         store = self._hosted.clone()  # of its own: a group that is being made keeps the other one waiting
-        with suppress(RuntimeError):  # the store is gone: then nobody can come any more
-            while not self._over.is_set():
+        while not self._over.is_set():
+            with suppress(RuntimeError):  # if the store is gone nobody can come any more
                 store.add(f"{self._run}/signs", 1)
-                self._over.wait(_BEAT)
+            self._over.wait(_BEAT)
 
     def _place(self, generation: int) -> str:
         return f"{self._run}/generation {generation}"
+
+    def _settle(self, key: str, answer: str) -> str:
+        return self._store.compare_set(key, "", answer).decode()
 
     def _elected(self, living: Callable[[], Collection[int]], lets_in: bool) -> dict[str, Any]:
         place = self._place(self.generation + 1)
@@ -184,19 +226,28 @@ class Members:
             expected = set(living()) | {self.name}
             here |= {name for name in expected - here if self._store.check([f"{place}/here {name}"])}
             if expected <= here and (arrivals := door.look()) is not None:
-                record = self._record(expected, *arrivals)
-                self._store.compare_set(f"{place}/members", "", json.dumps(record))
+                self._settle(f"{place}/members", json.dumps(self._record(expected, *arrivals)))
             else:
                 time.sleep(_LOOK)
         return dict(json.loads(self._store.get(f"{place}/members")))
 
-    def _record(self, names: Collection[int], last: int, waiting: dict[int, int]) -> dict[str, Any]:
-        for number, name in waiting.items():
+    def _record(self, names: Collection[int], last: int, waiting: dict[int, tuple[int, str]]) -> dict[str, Any]:
+        let_in: dict[int, int] = {}
+        for number, (name, fingerprint) in sorted(waiting.items(), reverse=True):
             if name in names:
-                self._store.set(f"{self._run}/arrival {number} refused", "")
-        together = sorted({*names, *waiting.values()})
-        new = [rank for rank, name in enumerate(together) if name not in names]
-        return {"generation": self.generation + 1, "names": together, "newcomers": new, "arrivals": last}
+                why = "there is one, and it lives"
+            elif name in let_in:
+                why = "another process has come for it"
+            elif fingerprint != self.fingerprint:
+                why = "its model or its options are others than those of the run"
+            else:
+                let_in[name] = number
+                continue
+            self._store.set(f"{self._run}/arrival {number} refused", why)
+        together = sorted({*names, *let_in})
+        new = [rank for rank, name in enumerate(together) if name in let_in]
+        generation = self.generation + 1
+        return {"generation": generation, "names": together, "newcomers": new, "let in": let_in, "arrivals": last}
 
     def _adopt(self, record: dict[str, Any]) -> None:
         self.generation, self.names = record["generation"], tuple(record["names"])
@@ -205,22 +256,23 @@ class Members:
 
     def _knock(self, timeout: float) -> None:
         """Wait for the answer to one arrival. It may be that somebody has taken this one for gone."""
-        store, signs = self._store, Signs(self._store, self._run)
+        store, signs = self._store, _Signs(self._store, self._run)
         number = store.add(f"{self._run}/arrivals", 1)
-        store.set(f"{self._run}/arrival {number}", str(self.name))
+        store.set(f"{self._run}/arrival {number}", json.dumps([self.name, self.fingerprint]))
         generation = self._last_generation()
         while True:
             store.add(f"{self._run}/arrival {number} waits", 1)
             if store.check([f"{self._run}/arrival {number} refused"]):
-                raise _lost(f"rank {self.name} cannot be taken in: there is one, and it lives")
+                why = store.get(f"{self._run}/arrival {number} refused").decode()
+                raise _lost(f"rank {self.name} cannot be taken in: {why}")
             if not signs.go_on(timeout):
                 raise _lost(f"rank {self.name} waited to be taken in, and the run has ended")
             if store.check([f"{self._place(generation + 1)}/members"]):
                 generation += 1
                 record = json.loads(store.get(f"{self._place(generation)}/members"))
-                if self.name in record["names"] and record["names"].index(self.name) in record["newcomers"]:
+                if record["let in"].get(str(self.name)) == number:
                     return self._adopt(record)
-                if record["arrivals"] >= number:
+                if record["arrivals"] >= number and not store.check([f"{self._run}/arrival {number} refused"]):
                     return None  # and knock once more
             time.sleep(_LOOK)
 
@@ -229,13 +281,8 @@ class Members:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
-class Signs:
-    """Whether a run is under way: its members say so all the time.
-
-    Args:
-        store: that its generations share.
-        run: its name there.
-    """
+class _Signs:
+    """Whether a run is under way: its members say so all the time."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store, self._key = store, f"{run}/signs"
@@ -266,8 +313,8 @@ class _Door:
         self._counts: dict[int, int] = {}
         self._looks = 0
 
-    def look(self) -> tuple[int, dict[int, int]] | None:
-        """The last arrival that is seen to, and the names of those that are let in, by number; None before that is known."""
+    def look(self) -> tuple[int, dict[int, tuple[int, str]]] | None:
+        """The last arrival that is seen to and, by number, name and fingerprint of who is there; None if not known yet."""
         if not self._opens:
             return self._let_in, {}
         last = self._store.add(f"{self._run}/arrivals", 0)
@@ -277,7 +324,7 @@ class _Door:
         if self._counts and self._looks < _STEADY:
             return None
         there = [number for number, count in self._counts.items() if self._count(number) != count]
-        return last, {number: int(self._store.get(f"{self._run}/arrival {number}")) for number in there}
+        return last, {number: tuple(json.loads(self._store.get(f"{self._run}/arrival {number}"))) for number in there}
 
     def _count(self, number: int) -> int:
         return self._store.add(f"{self._run}/arrival {number} waits", 0)
@@ -330,7 +377,7 @@ def returning(store: Store, rank: int) -> Members | None:
     if not root.check([_RUN]):
         return None
     run = root.get(_RUN).decode()
-    return Members(root, run, rank) if Signs(root, f"{_RUN} {run}").are_seen() else None
+    return Members(root, run, rank) if _Signs(root, f"{_RUN} {run}").are_seen() else None
 
 
 def alone(store: Store, backend: str, timeout: float) -> None:
@@ -339,15 +386,29 @@ def alone(store: Store, backend: str, timeout: float) -> None:
     dist.init_process_group(backend, store=part, rank=0, world_size=1, timeout=timedelta(seconds=timeout))
 
 
-def forget_default_group() -> None:
-    """There is none any more. Somebody in it may be lost, so it is leaked: destroying it could wait for an operation."""
-    for group in list(c10d._world.pg_map):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def forget_default_group(*, somebody_is_lost: bool) -> None:
+    """There is none any more, and no other group either.
+
+    If somebody in it may be lost they are leaked: destroying them could wait for an operation.
+    """
+    if somebody_is_lost:
+        for group in list(c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     dist.destroy_process_group()
+
+
+def set_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
+    """Of the collectives of a group."""
+    set_it: Any = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # its name before torch 2.14
+    set_it(timedelta(seconds=seconds), group)
 
 
 def _lost(reason: str) -> PeerLost:
     return PeerLost(reason, for_good=True)
+
+
+def _store_lost(error: RuntimeError) -> PeerLost:
+    return _lost(f"the store is lost, and without it nobody goes on together ({first_line(error)})")
 
 
 def _root(store: Store) -> Store:

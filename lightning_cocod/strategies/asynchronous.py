@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
@@ -103,6 +104,7 @@ class AsynchronousStrategy(AlgorithmStrategy):
         assert self._communicator is not None
         assert self._sharing is not None
         self._regrouped = self._communicator.rank, self._communicator.world_size
+        rank_zero_only.rank = self._communicator.rank  # type: ignore[attr-defined]  # Lightning sets it as well
         self._sharing.regroup(*self._regrouped)
         trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # set up again, in as many parts as there are ranks
 
