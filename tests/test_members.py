@@ -2,16 +2,17 @@
 
 import os
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import run_ranks, run_ranks_raw
 from torch import nn
 
 from lightning_cocod import ADPSGD
-from lightning_cocod.comm import Communicator, PeerLost
-from lightning_cocod.comm.members import join
+from lightning_cocod.comm import Communicator, PeerLost, communicator
+from lightning_cocod.comm.members import Members, join
 
 LIMIT = 90.0
 
@@ -221,3 +222,108 @@ def test_a_run_of_which_nobody_is_left_is_not_waited_for(store):
     run_ranks(begins_again, 2, store, 0, init=False, timeout=LIMIT, expect={0: "died", 1: "died"})
     one, other = run_ranks(begins_again, 2, store, 1, init=False, timeout=LIMIT)
     assert torch.equal(one, other)
+
+
+def fails_after_a_loss(rank, n):
+    """Rank 1 ends without a word; rank 2 has heard of that when its own training fails."""
+    model = net(rank)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), timeout=20.0)
+    with a:
+        train(a, model, 10)
+        if rank == 1:
+            os._exit(3)
+        assert eventually(lambda: train(a, model, 1) or a.comm.losses.error is not None)
+        if rank == 2:
+            raise ValueError("my own bug")
+        with a.consensus():
+            pass
+        return a.comm.world_size
+
+
+def test_a_rank_that_fails_after_a_loss_is_lost_as_well():
+    outcomes = run_ranks_raw(fails_after_a_loss, 3, timeout=LIMIT)
+    assert [outcome.status for outcome in outcomes] == ["ok", "died", "error"]
+    assert outcomes[0].value == 1
+    assert "ValueError: my own bug" in outcomes[2].traceback
+
+
+def dies_while_others_come_together(rank, n, when):
+    """Rank 1 ends without a word, and rank 3 in the middle of what follows."""
+    model = net(rank)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), timeout=20.0)
+    with a, mock.patch.object(communicator, "_MAKING", 3.0):
+        train(a, model, 10)
+        if rank == 1:
+            os._exit(3)
+        if rank == 3:
+            setattr(*when, lambda *_, **__: os._exit(3))
+        with a.consensus():
+            mean = flat(model)
+        exchanges(a, model)
+    return a.comm.rank, mean
+
+
+@pytest.mark.parametrize(
+    "when",
+    [(Members, "elect"), (Members, "gather"), (Communicator, "_begin_life"), (Communicator, "_connect"), (Members, "agree")],
+    ids=lambda when: when[1],
+)
+def test_one_that_dies_while_the_others_come_together_is_lost_as_well(when):
+    results = run_ranks(dies_while_others_come_together, 4, when, timeout=LIMIT, expect={1: "died", 3: "died"})
+    living = [result for result in results if result is not None]
+    assert [rank for rank, _ in living] == [0, 1]
+    assert torch.equal(living[0][1], living[1][1])
+
+
+def of_another_kind(worker, n, port):
+    """Rank 1 comes back with another model."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if second_life := worker == n - 1:
+        store.wait(["ended"])
+    members = join(1 if second_life else worker, n - 1, store=store)
+    model = nn.Linear(3, 3, dtype=torch.float64) if second_life else net(worker)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), communicator=Communicator(members=members, timeout=20.0))
+    said = None
+    try:
+        with a:
+            train(a, model, 10)
+            if worker == 1:
+                store.set("ended", "")
+                os._exit(3)
+            while not store.check(["refused"]):
+                train(a, model, 5)
+                with a.consensus():
+                    pass
+    except PeerLost as lost:
+        said = str(lost)
+        store.set("refused", "")
+    dist.destroy_process_group()
+    return said
+
+
+def test_one_that_comes_back_with_another_model_is_refused_and_the_run_goes_on(store):
+    first, _, said = run_ranks(of_another_kind, 3, store, init=False, timeout=LIMIT, expect={1: "died"})
+    assert first is None
+    assert said == "rank 1 cannot be taken in: its model or its options are others than those of the run"
+
+
+class EndsWithALoss(ADPSGD):
+    outlives = False
+
+
+def not_outlived(rank, n):
+    model = net(rank)
+    with EndsWithALoss(model, torch.optim.SGD(model.parameters(), 0.01), timeout=20.0) as a:
+        train(a, model, 10)
+        if rank == 1:
+            os._exit(3)
+        with a.consensus():
+            pass
+
+
+def test_where_a_loss_is_not_outlived_the_next_meeting_raises():
+    """The negative control."""
+    first, second = run_ranks_raw(not_outlived, 2, timeout=LIMIT)
+    assert second.status == "died"
+    assert first.status == "error"
+    assert "PeerLost: rank 1 is lost" in first.traceback

@@ -33,7 +33,7 @@ _RUN = "lightning_cocod/run"
 _LOOK = 0.05  # seconds between two looks
 _STEADY = 10  # looks in which somebody who waits has looked as well, or is gone
 _BEAT = 0.5  # seconds between two signs that the run is under way
-_SIGNS = 5.0  # seconds without one after which it is not
+_SIGNS = 20.0  # seconds without one after which it is not; a busy store has been seen to take 5 for an answer
 
 
 class Members:
