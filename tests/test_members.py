@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks, run_ranks_raw
 from torch import nn
 
-from lightning_cocod import ADPSGD
+from lightning_cocod import ADPSGD, SharedEpoch
 from lightning_cocod.comm import Communicator, PeerLost, communicator
 from lightning_cocod.comm.members import Members, join
 
@@ -327,3 +327,38 @@ def test_where_a_loss_is_not_outlived_the_next_meeting_raises():
     assert second.status == "died"
     assert first.status == "error"
     assert "PeerLost: rank 1 is lost" in first.traceback
+
+
+def shares(worker, n, port, epochs):
+    """The plain loop of docs/asynchrony.md: epochs that are shared, of which rank 1 dies in the first."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if second_life := worker == n - 1:
+        store.wait(["ended"])
+    members = join(1 if second_life else worker, n - 1, store=store)
+    model = net(worker)
+    a = ADPSGD(model, torch.optim.SGD(model.parameters(), 0.01), communicator=Communicator(members=members, timeout=20.0))
+    batches, seen = SharedEpoch(40, batch_size=2), {}
+    with a:
+        for epoch in range(a.meetings, epochs):
+            batches.resume(epoch, ())
+            for number, batch in enumerate(batches):
+                if worker == 1:
+                    store.set("ended", "")
+                    os._exit(3)
+                if epoch == 1 and number == 0 and a.comm.world_size < n - 1:
+                    assert eventually(a.comm.members.somebody_waits)
+                seen.setdefault(epoch, []).extend(batch)
+                train(a, model, 1)
+            with a.consensus():
+                pass
+    dist.destroy_process_group()
+    return seen
+
+
+def test_epochs_are_shared_by_those_that_there_are(store):
+    results = run_ranks(shares, 4, store, 4, init=False, timeout=LIMIT, expect={1: "died"})
+    living = [seen for seen in results if seen is not None]
+    for epoch in range(4):
+        seen = sorted(sample for of_one in living for sample in of_one.get(epoch, []))
+        assert len(seen) == 38 if epoch == 0 else seen == list(range(40))  # the batch that the rank had is lost with it
+    assert set(living[-1]) in ({1, 2, 3}, {2, 3})

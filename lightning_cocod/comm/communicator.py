@@ -184,10 +184,12 @@ class Communicator(Group):
                 raise life.for_good
             return {before[rank] for rank in ([0] if heartbeat is None else heartbeat.living)} & set(members.names)
 
-        members.elect(living, lets_in=lets_in)
-        while not self._regathers():
+        try:
             members.elect(living, lets_in=lets_in)
-        self._end_life(life)
+            while not self._regathers():
+                members.elect(living, lets_in=lets_in)
+        finally:
+            self._end_life(life)
         lost = [note for rank, note in notes.items() if before[rank] not in members.names]
         samples, steps = self.departed
         self.departed = samples + sum(int(n["samples"]) for n in lost), steps + sum(int(n["steps"]) for n in lost)
