@@ -76,6 +76,7 @@ class Asynchronous(Algorithm):
         """How often the workers have met."""
         self._claimed: int | None = None
         self._awaited = False  # somebody waits to be let in
+        self._met = 0  # meetings of these workers
         self._resting = False
 
     # For the training loop
@@ -113,7 +114,7 @@ class Asynchronous(Algorithm):
         if self._resting or not self._started or (self.comm.world_size == 1 and self.comm.members is None):
             yield
             return
-        self.meetings += 1
+        self.meetings, self._met = self.meetings + 1, self._met + 1
         with self._all_at_rest():
             self._resting, before = True, self.comm.needs_all(True)
             try:
@@ -206,7 +207,7 @@ class Asynchronous(Algorithm):
     def _settled(self, what: str) -> str:
         """What all do with this meeting: a loss is noticed at another moment on each."""
         members = self.comm.members
-        return what if members is None else members.settle(f"meeting {self.meetings}", what)
+        return what if members is None else members.settle(f"meeting {self._met}", what)
 
     def _fingerprint(self) -> str:
         """Of what must be the same on all workers."""
@@ -229,13 +230,16 @@ class Asynchronous(Algorithm):
     def _welcome(self) -> None:
         """The workers are others than before. Newcomers take the weights of one that is not, and its place in the run."""
         place = [self.meetings, -1 if self._claimed is None else self._claimed, *self.comm.departed]
+        self.weighing, self._met = Weighing(None, self.comm.world_size), 0
         self.meetings = 0  # headers have it, and a newcomer is yet to hear it
-        self.weighing = Weighing(None, self.comm.world_size)
-        with self._rest(self._all_paused):
-            self._leave()
-            self._all_paused()  # before nobody looks for the others any more, none of them closes
-        self.release()
-        self.meetings, claimed, *departed = self._taken_over(place)
+        try:
+            with self._rest(self._all_paused):
+                self._leave()
+                self._all_paused()  # before nobody looks for the others any more, none of them closes
+            self.release()
+            place = self._taken_over(place)
+        finally:
+            self.meetings, claimed, *departed = place
         self._claimed, self.comm.departed = None if claimed < 0 else claimed, (departed[0], departed[1])
         self._begin()
 
