@@ -109,7 +109,7 @@ class Waits(Callback):
             assert eventually(trainer.strategy.algorithm.comm.members.somebody_waits)
 
 
-def coming_back(worker, n, rank, epoch, folder, port):
+def coming_back(worker, n, rank, epoch, folder, port, resumes):
     """n − 1 machines of a rank each, one of which dies; the last worker is its second life."""
     second_life = worker == n - 1
     if second_life:
@@ -121,19 +121,28 @@ def coming_back(worker, n, rank, epoch, folder, port):
     kept = ModelCheckpoint(dirpath=None if second_life else folder / "kept", monitor="val", save_top_k=-1)
     stop = EarlyStopping("val", patience=100)
     callbacks = [Waits(epoch + 1, n - 1), kept, stop, *([] if second_life else [Dies({rank: epoch}, folder)])]
-    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0, "default_root_dir": folder / f"root {worker}"}
+    options = {"enable_checkpointing": True, "default_root_dir": folder / f"root {worker}"}
+    options["num_sanity_val_steps"] = 1 if second_life else 0
     run = trainer(ADPSGDStrategy(timeout=20.0), 1, num_nodes=n - 1, max_epochs=5, callbacks=callbacks, **options)
-    run.fit(model, numbered(N), numbered(16, shuffle=False))
+    path = None
+    if second_life and resumes:
+        assert eventually(lambda: any((folder / "kept").glob("epoch=0*")))
+        (path,) = (folder / "kept").glob("epoch=0*")
+    if second_life:
+        run.validate(model, numbered(16, shuffle=False), verbose=False)  # by itself: the run is not joined yet
+        model.looked_at.clear()
+    run.fit(model, numbered(N), numbered(16, shuffle=False), ckpt_path=path)
+    if second_life:
+        model.looked_at.pop(0)  # the sanity check
     places = run.current_epoch, run.optimizers[0].param_groups[0]["lr"], stop.best_score.item(), kept.best_model_path
     return flat(model), places, run.global_rank, run.world_size, model.looked_at
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_comes_back_is_let_in_where_an_epoch_begins(world, tmp_path):
+@pytest.mark.parametrize(("world", "resumes"), [(2, False), (3, True)])
+def test_a_rank_that_comes_back_is_let_in_where_an_epoch_begins(world, resumes, tmp_path):
     epoch, rank = 0, 1
-    results = run_ranks(
-        coming_back, world + 1, rank, epoch, tmp_path, free_port(), init=False, timeout=LIMIT, expect={rank: "died"}
-    )
+    arguments = rank, epoch, tmp_path, free_port(), resumes
+    results = run_ranks(coming_back, world + 1, *arguments, init=False, timeout=LIMIT, expect={rank: "died"})
     living = [result for result in results if result is not None]
     for result in living:
         assert torch.equal(result[0], living[0][0])

@@ -42,11 +42,12 @@ def train(a, model, steps):
 
 
 def exchanges(a, model):
-    """Whoever asks is averaged with others, whoever its neighbours have been; one that waits in a meeting answers."""
+    """Whoever asks is averaged with others, whoever its neighbours have been; the others answer until all have."""
     train(a, model, 5)
     if a.comm.world_size > 1 and a.comm.rank % 2 == 0:
         before = a.gossip.exchanges
-        assert eventually(lambda: train(a, model, 1) or a.gossip.exchanges > before or not a.gossip.neighbours)
+        assert eventually(lambda: train(a, model, 1) or a.gossip.exchanges > before)
+    dist.barrier()
 
 
 def loses(rank, n, victims, options):
@@ -222,6 +223,19 @@ def test_a_run_of_which_nobody_is_left_is_not_waited_for(store):
     run_ranks(begins_again, 2, store, 0, init=False, timeout=LIMIT, expect={0: "died", 1: "died"})
     one, other = run_ranks(begins_again, 2, store, 1, init=False, timeout=LIMIT)
     assert torch.equal(one, other)
+
+
+def test_one_that_the_others_have_gone_on_without_is_told(store):
+    """It was silent for too long, and lives."""
+    client = dist.TCPStore("127.0.0.1", store, is_master=False)
+    run = [Members(client, "a run", name) for name in range(2)]
+    for members in run:
+        members.names = (0, 1)
+    run[0].elect(lambda: {0}, lets_in=False)
+    assert run[0].names == (0,)
+    with pytest.raises(PeerLost, match="the others took rank 1 for lost, and have gone on without it") as error:
+        run[1].elect(lambda: {0, 1}, lets_in=False)
+    assert error.value.for_good
 
 
 def fails_after_a_loss(rank, n):

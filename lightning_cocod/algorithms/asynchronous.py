@@ -6,7 +6,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,15 @@ from lightning_cocod.algorithms.staleness import Staleness
 from lightning_cocod.algorithms.weighing import Weighing
 from lightning_cocod.algorithms.when import When
 from lightning_cocod.comm import PeerLost
+
+
+class _Place(NamedTuple):
+    """Where a worker is in the run: meetings, the step that was last claimed or −1, and what lost ones have done."""
+
+    meetings: int
+    claimed: int
+    samples: int
+    steps: int
 
 
 class Asynchronous(Algorithm):
@@ -49,7 +58,7 @@ class Asynchronous(Algorithm):
     has_rounds: ClassVar[bool] = False
     asynchronous: ClassVar[bool] = True
     outlives: ClassVar[bool] = True
-    """Whether the others train on without a peer that is lost, until they meet."""
+    """Whether the others train on without a peer that is lost, and regroup where they next meet."""
     may_leave_out: ClassVar[bool] = False
     """Whether a worker can do without what was not finite."""
     lets_in: bool = True
@@ -229,21 +238,25 @@ class Asynchronous(Algorithm):
 
     def _welcome(self) -> None:
         """The workers are others than before. Newcomers take the weights of one that is not, and its place in the run."""
-        place = [self.meetings, -1 if self._claimed is None else self._claimed, *self.comm.departed]
+        place = _Place(self.meetings, -1 if self._claimed is None else self._claimed, *self.comm.departed)
         self.weighing, self._met = Weighing(None, self.comm.world_size), 0
         self.meetings = 0  # headers have it, and a newcomer is yet to hear it
         try:
-            with self._rest(self._all_paused):
-                self._leave()
-                self._all_paused()  # before nobody looks for the others any more, none of them closes
-            self.release()
+            self._part()
             place = self._taken_over(place)
         finally:
-            self.meetings, claimed, *departed = place
-        self._claimed, self.comm.departed = None if claimed < 0 else claimed, (departed[0], departed[1])
+            self.meetings = place.meetings
+        self._claimed, self.comm.departed = None if place.claimed < 0 else place.claimed, (place.samples, place.steps)
         self._begin()
 
-    def _taken_over(self, place: list[int]) -> list[int]:
+    def _part(self) -> None:
+        """What goes on beside training ends, on all."""
+        with self._rest(self._all_paused):
+            self._leave()
+            self._all_paused()  # before nobody looks for the others any more, none of them closes
+        self.release()
+
+    def _taken_over(self, place: _Place) -> _Place:
         members = self.comm.members
         if members is None or not members.newcomers:
             return place
@@ -253,7 +266,7 @@ class Asynchronous(Algorithm):
         state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
         for told in ([numbers], state):
             self.comm.broadcast_(told, self.subject("welcome", counted=False), source=source, wanted=is_new).wait()
-        return numbers.tolist()
+        return _Place(*numbers.tolist())
 
     def _why_explicit(self) -> str | None:
         return "others read the parameters, and must not see half a step"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.comm.agreement import Agreement
-from lightning_cocod.comm.errors import CommunicationError, in_one_line, transport
+from lightning_cocod.comm.errors import CommunicationError, PeerLost, in_one_line, transport
 from lightning_cocod.comm.group import Group
 from lightning_cocod.comm.header import WISH, Header, Pace
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
@@ -27,6 +27,7 @@ from lightning_cocod.comm.wishes import Wishes
 
 _log = logging.getLogger(__name__)
 _MAKING = 30.0  # seconds in which members that have all just been there make their groups
+_ATTEMPTS = 10
 
 
 def seconds(name: str, value: object) -> float:
@@ -52,7 +53,8 @@ class Communicator(Group):
             this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which a collective fails although all peers live.
         connect_timeout: seconds that ``start`` waits for a peer to appear.
-        grace: seconds after a loss in which the training thread must come back to a verb, or the process is ended.
+        grace: seconds after a loss, if it is not outlived, in which the training thread must come back to a verb; else the
+            process is ended.
         in_step: whether all workers make the same steps, so that they can agree on one.
         members: of a run that this rank waits to be let in to; see ``comm.members.join``.
 
@@ -185,21 +187,19 @@ class Communicator(Group):
             return {before[rank] for rank in ([0] if heartbeat is None else heartbeat.living)} & set(members.names)
 
         try:
-            members.elect(living, lets_in=lets_in)
-            while not self._regathers():
-                members.elect(living, lets_in=lets_in)
+            self._come_together(lambda: members.elect(living, lets_in=lets_in))
         finally:
             self._end_life(life)
-        lost = [note for rank, note in notes.items() if before[rank] not in members.names]
+        stayed = {name for rank, name in enumerate(members.names) if rank not in members.newcomers}
+        lost = [note for rank, note in notes.items() if before[rank] not in stayed]
         samples, steps = self.departed
         self.departed = samples + sum(int(n["samples"]) for n in lost), steps + sum(int(n["steps"]) for n in lost)
-        gone = [str(rank) for rank, name in enumerate(before) if name not in members.names]
         _log.warning(
-            "[rank %d] goes on as rank %d of %d%s%s",
+            "[rank %d] goes on as rank %d of %d, which are ranks %s of the beginning%s",
             before.index(members.name),
             self.rank,
             self.world_size,
-            f", without rank {', '.join(gone)}" if gone else "",
+            ", ".join(map(str, members.names)),
             f"; rank {', '.join(map(str, members.newcomers))} is new" if members.newcomers else "",
         )
         for told in self.on_regroup:
@@ -209,38 +209,47 @@ class Communicator(Group):
         if not self.outlives:
             raise ValueError("a run whose workers are in step lets nobody in: leave members out, and start all of it again")
         members.fingerprint = self.fingerprint
-        members.wait(self.timeout)
-        while not self._regathers():
-            members.wait(self.timeout)
+        self._come_together(lambda: members.wait(self.timeout))
         for told in self.on_regroup:
             told()
 
-    def _regathers(self) -> bool:
-        """Be one of the members' group. Returns False if not all of them have come so far."""
+    def _come_together(self, choose: Callable[[], None]) -> None:
+        """Choose members, and be one of their group, until all that are chosen have come so far."""
+        why: BaseException | None = None
+        for _ in range(_ATTEMPTS):
+            choose()
+            if (why := self._gather()) is None:
+                return
+            _log.warning("[rank %d] not all have come together, and those that live try again: %s", self.rank, why)
+        raise PeerLost(f"the ranks have not come together in {_ATTEMPTS} attempts: {why}", for_good=True)
+
+    def _gather(self) -> BaseException | None:
+        """Be one of the members' group. Returns why not all of them have come so far, if so."""
         assert self.members is not None
-        before, making, why = self.losses, min(self.connect_timeout, _MAKING), None
+        life, making = self.losses, min(self.connect_timeout, _MAKING)
+        why: BaseException | None = None
         try:
             with transport:
                 if _is_distributed():
                     self._backend = dist.get_backend()
-                    forget_default_group(somebody_is_lost=before.error is not None)
+                    forget_default_group(somebody_is_lost=life.error is not None)
                 self.members.gather(self._backend, self.device, self.process_group_timeout, making)
             self._be_one_of_the_group()
             self.wishes.forget()
             self._begin_life(making, making)
         except RuntimeError as error:  # of the transport, or a PeerLost
             why = error
-        if self.members.agree(why is None, lambda: self.losses is not before and self.losses.error is not None):
-            return True
-        _log.info("[rank %d] not all of the next generation have come together: %s", self.members.name, why)
+        if self.members.agree(why is None, lambda: self.losses is not life and self.losses.error is not None):
+            return None
         self._end_threads()
         self._disband_all()
         if _is_distributed():
             forget_default_group(somebody_is_lost=True)
-        if self.losses is not before:
+        failed = why or self.losses.error or PeerLost("another one could not")
+        if self.losses is not life:
             self._end_life(self.losses)
-            self.losses = before
-        return False
+            self.losses = life
+        return failed
 
     def within(self, nodes: Sequence[Sequence[int]]) -> Group:
         """The ranks of this one's node, with a thread and a group of their own until ``close``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CommunicationError(RuntimeError):
-    """Anything that ends communication between the workers for good."""
+    """Anything that ends communication between the workers, at least until they regroup."""
 
 
 class PeerLost(CommunicationError):

@@ -32,7 +32,9 @@ class Connections(Protocol):
 
 
 class Losses:
-    """Failures of one life of a communicator, from ``start`` to ``close``. The first one stands, for all its threads.
+    """Failures of one life of a communicator, from ``start``, or a regrouping, to the next one or ``close``.
+
+    The first one stands, for all its threads.
 
     Args:
         rank: this rank.

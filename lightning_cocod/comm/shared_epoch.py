@@ -68,6 +68,7 @@ class SharedEpoch(Sampler[list[int]]):
 
     Raises:
         ValueError: a batch size that is not positive.
+        RuntimeError: an epoch begins, the workers have regrouped, and the store is not that of the group.
     """
 
     def __init__(
@@ -117,6 +118,10 @@ class SharedEpoch(Sampler[list[int]]):
     def begin(self) -> None:
         """The next epoch begins; every rank has to. What is left of the one before is left out."""
         if (store := _group_store()) is not self._group:
+            if self._given_store is not None:
+                raise RuntimeError(
+                    "the workers have regrouped, and a SharedEpoch follows them in their own store: leave store out"
+                )
             self._join(store)
         self._begun += 1
         self._key = f"{_PREFIX}/life {self._life}/{self._begun}, epoch {self.epoch}"

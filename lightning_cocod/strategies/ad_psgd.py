@@ -14,11 +14,11 @@ class ADPSGDStrategy(AsynchronousStrategy):
     """AD-PSGD under Lightning: ranks go on at their own speeds, and are averaged with one neighbour at a time (``ADPSGD``).
 
     Ranks share each epoch, a fast one trains on more batches (docs/asynchrony.md). Evaluation, checkpoints and the end have
-    the mean of all ranks.
+    the mean of all ranks. A lost rank ends only itself, and may come back.
 
     Args:
         topology: who is averaged with whom: "ring", "exponential", "random", or a list of edges, pairs of an even and an odd
-            rank that connect all of them.
+            rank that connect all of them; once ranks have been lost, a ring.
         every: a rank asks a neighbour at most once in so many of its steps.
         compression: codec of what is exchanged, or its name; none by default (docs/compression.md).
         max_staleness: steps after which a rank waits for the exchange in flight; None to go on for as long as it takes.

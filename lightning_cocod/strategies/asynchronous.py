@@ -128,9 +128,8 @@ class AsynchronousStrategy(AlgorithmStrategy):
         members = self._communicator.members
         comes_back = members is not None and members.is_waiting
         if comes_back:
-            _log.warning(
-                "[rank %d] waits until the run that is under way lets it in, where an epoch begins", self.global_rank
-            )
+            _log.warning("[rank %d] waits until the run lets it in, where an epoch begins", self.global_rank)
+            self._resumed = None  # whatever it has loaded, it goes on where the others are
         super().on_train_start()
         if self._sharing is not None:
             assert self.lightning_module is not None
@@ -146,18 +145,19 @@ class AsynchronousStrategy(AlgorithmStrategy):
     def before_epoch(self) -> None:
         """The others let in who has come back."""
         let_in, self._is_let_in = self._is_let_in, False
-        if self._sharing is None or let_in:
+        members = self.algorithm.comm.members
+        if self._sharing is None or let_in or members is None:
             return
         assert isinstance(self.algorithm, Asynchronous)
         assert self.lightning_module is not None
-        comm = self.algorithm.comm
-        comm.needs_all(False)
-        generation = None if comm.members is None else comm.members.generation
+        generation = members.generation
+        self.algorithm.comm.needs_all(False)
         self.algorithm.lets_in = True
         with self.algorithm.meeting():
             pass
         self.algorithm.lets_in = False
-        if comm.members is not None and comm.members.newcomers and comm.members.generation != generation:
+        self.algorithm.comm.needs_all(True)
+        if members.newcomers and members.generation != generation:
             self.broadcast(coming_back.place(self.lightning_module.trainer, self._sharing))
 
     @override

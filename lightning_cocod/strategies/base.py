@@ -243,21 +243,23 @@ class AlgorithmStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
         self._communicator = Communicator(
             self.root_device,
             timeout=self._heartbeat_timeout,
             process_group_timeout=self._process_group_timeout,
             connect_timeout=self._connect_timeout,
             in_step=not self._asynchronous,
-            members=self._members,
+            members=self._members if fitting else None,
         )
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self._communicator.outlives = self._outlives and trainer.state.fn == TrainerFn.FITTING
+        self._communicator.outlives = self._outlives and fitting
         self._communicator.needs_all(True)  # but while ranks are at different batches
-        if self._members is None:
+        if self._members is None or not fitting:
             self._communicator.start()  # here, not in setup: a peer that is lost is noticed, whatever is running
-        self._members = None
+        else:
+            self._members = None  # it begins with the others, where they let it in
         self._checkpoints = Checkpoints(
             self._communicator,
             self.registered_name,

@@ -26,10 +26,11 @@ def place(trainer: pl.Trainer, sharing: WorkSharing) -> dict[str, Any]:
 
 
 def take(trainer: pl.Trainer, sharing: WorkSharing, place: dict[str, Any]) -> None:
-    """Before the first batch: go on from there. Optimizers have no state yet."""
+    """Before the first batch: go on from there, with whatever state the optimizers have."""
     loop = trainer.fit_loop
     loop.load_state_dict(place["loop"])
-    loop.restarting = loop.epoch_loop.restarting = False
+    loop.restarting = loop.epoch_loop.restarting = loop._loaded_from_state_dict = False
+    loop.update_restart_stage()
     for progress in (loop.epoch_progress.total, loop.epoch_progress.current):
         progress.ready -= 1  # the epoch begins here as well
     sharing.take(place["sharing"])

@@ -2,7 +2,8 @@
 
 A rank's place in an epoch is the number of its next batch. It validates, as all do, when that lies beyond the place of a
 validation; a schedule of the learning rate has made as many steps as it would have on a rank in step. All ranks meet at the
-same places in the same order (meetings.py): at each validation, and where a rank has no more batches or is to stop.
+same places in the same order (meetings.py): where an epoch begins, at each validation, and where a rank has no more batches
+or is to stop.
 """
 
 from __future__ import annotations
