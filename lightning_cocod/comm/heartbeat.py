@@ -95,9 +95,9 @@ class Heartbeat:
         """The ranks that are not lost, as far as is known."""
         return frozenset(range(len(self._keys))) - self._gone - self._left
 
-    def suspect(self) -> None:
-        """A connection has broken, so somebody is gone: from now on a few missed beats tell who."""
-        short = _SILENT_BEATS * self.interval
+    def suspect(self, patience: float | None = None) -> None:
+        """A connection has broken, so somebody is gone: from now on a few missed beats tell who, or so many seconds."""
+        short = patience or _SILENT_BEATS * self.interval
         if self.timeout > short:
             self.timeout = short
             self._wake.set()

@@ -16,6 +16,7 @@ from lightning_cocod.comm.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 _VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
+_CALM = 10.0  # seconds of silence that tell who is gone where the others go on, and one that is only slow must not be ended
 _TOGETHER = 0.2  # seconds within which all connections to a peer break that is gone
 PATIENCE = _VERDICT + 2.0
 """Seconds in which a communication thread that is still at work comes to an end."""
@@ -130,7 +131,7 @@ class Losses:
     def look(self) -> None:
         """A connection that has broken without anybody using it tells as much."""
         if self.heartbeat is not None and not self.closing and self._are_broken():
-            self.heartbeat.suspect()
+            self.heartbeat.suspect(_CALM if self.outlived else None)
 
     def tell(self, reason: str) -> None:
         """Let the peers know that this rank cannot go on."""
@@ -143,7 +144,7 @@ class Losses:
         Where the heartbeat knows of nothing, a PeerLost stands.
         """
         if self.heartbeat is not None:
-            self.heartbeat.suspect()
+            self.heartbeat.suspect(_CALM if self.outlived else None)
         if self.over.wait(_VERDICT) and isinstance(self.error, CommunicationError):
             return self.error
         lost = (
