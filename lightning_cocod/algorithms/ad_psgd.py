@@ -93,7 +93,7 @@ class ADPSGD(Asynchronous):
         self.seed = whole("seed", seed, least=0)
         super().__init__(model, optimizer, when=Every(self.every), **shared)
         self._edges = topology
-        waits = self.comm.members is not None  # then it is not known yet how many they are
+        waits = self.comm.members is not None and self.comm.members.is_waiting  # it is not known yet how many they are
         self.topology = as_topology("ring" if waits else topology, self.comm.world_size, self.seed)
         self.codec = codec
         self.gradient_staleness = Staleness()
