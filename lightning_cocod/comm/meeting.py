@@ -15,9 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from datetime import timedelta
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_cocod.comm.errors import PeerLost, first_line
@@ -26,7 +24,7 @@ from lightning_cocod.comm.link import HELLO, Link
 
 _log = logging.getLogger(__name__)
 _TOKEN = 16  # bytes
-_PART = 0.5  # seconds between two checks
+_LOOK, _PART = 0.02, 0.5  # seconds between two looks into the store, and between two checks
 _GREETING = 10.0  # seconds in which somebody who has connected must have sent the token
 
 
@@ -137,14 +135,19 @@ def _connect(
 
 
 def _value(store: Store, key: str, peer: int, deadline: float, timeout: float, check: Callable[[], None]) -> bytes:
-    while True:
-        try:
-            store.wait([key], timedelta(seconds=_PART))
+    try:
+        while not store.check([key]):  # waiting in the store would be logged as a time-out, twice a second
+            if time.monotonic() >= deadline:
+                break
+            check()
+            time.sleep(_LOOK)
+        else:
             return store.get(key)
-        except RuntimeError as error:  # what torch's store raises
-            if time.monotonic() >= deadline or not isinstance(error, DistStoreError):
-                raise PeerLost(f"rank {peer} has not appeared within {timeout:g} s") from None
-        check()
+    except PeerLost:
+        raise
+    except RuntimeError:  # what torch's store raises
+        pass
+    raise PeerLost(f"rank {peer} has not appeared within {timeout:g} s")
 
 
 def _accept(
