@@ -466,6 +466,8 @@ def test_with_a_bound_no_merge_is_older_and_without_one_some_are():
     free = run_ranks(slow_link, 2, None, timeout=LIMIT)  # the negative control
     assert max(m["algo/staleness_max"] for m in free) > 3
     for m in free:
+        assert 0 <= m["algo/gradient_staleness"] <= m["algo/gradient_staleness_max"]
+        assert 0 <= m["algo/gradient_staleness_le_0"] <= m["algo/gradient_staleness_le_32"] == 1
         assert 0 < m["algo/staleness_steps"] <= m["algo/staleness_max"]
         shares = [m[f"algo/staleness_le_{bound}"] for bound in (0, 1, 2, 4, 8, 16, 32)]
         assert shares == sorted(shares)

@@ -161,8 +161,9 @@ class ADPSGD(Asynchronous):
 
     def metrics(self, since: Any = None) -> dict[str, float]:
         """Adds the exchanges of this worker, and how many of them a gradient has missed."""
-        missed = {"algo/gradient_staleness": self.gradient_staleness.mean, "algo/exchanges": float(self.gossip.exchanges)}
-        return {**super().metrics(since), **missed}
+        missed = self.gradient_staleness.metrics("algo/gradient_staleness")
+        missed["algo/gradient_staleness"] = missed.pop("algo/gradient_staleness_steps")  # these are merges, not steps
+        return {**super().metrics(since), **missed, "algo/exchanges": float(self.gossip.exchanges)}
 
     def measured(self) -> tuple[int, float] | None:
         """Of this worker's last exchange: the step of its snapshot, and ‖mean of the two − s‖/‖s‖."""
