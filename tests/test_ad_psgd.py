@@ -182,6 +182,45 @@ def test_the_sum_shows_mistakes(name, mistake, options):  # the negative control
     assert off(run_ranks(mistaken, 2, name, mistake, options, timeout=LIMIT)) > 1e-6
 
 
+def any_optimizer(rank, n, kind, options):
+    """Masters before and after, and the sum of what the optimizer has moved x by itself; whether its state is its own."""
+    model = Net(rank, apart=True)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=RATE, **options)
+    a = ADPSGD(model, optimizer)
+    before, total = vector(a.x), torch.zeros(46, dtype=torch.float64)
+
+    def update():
+        was = vector(a.x)
+        optimizer.step()
+        total.add_(vector(a.x) - was)
+
+    a.start(broadcast=False)
+    try:
+        for t in range(15):
+            optimizer.zero_grad()
+            model.loss(t).backward()
+            a.before_step()
+            a.step(update)
+            a.after_step()
+        assert rank != 0 or eventually(lambda: a.gossip.exchanges > 0)  # it asks
+        dist.barrier()
+        after, exchanges = master(a), a.gossip.exchanges
+        state = vector([value for of_one in optimizer.state.values() for value in of_one.values() if value.dim()])
+        a.finish()
+    finally:
+        a.close()
+    return before, after, total, exchanges, state
+
+
+@pytest.mark.parametrize(("kind", "options"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
+def test_with_any_optimizer_the_sum_moves_by_its_own_updates_and_its_state_stays_local(kind, options):
+    results = run_ranks(any_optimizer, 3, kind, options, timeout=LIMIT)
+    before, after, moved, exchanges, states = zip(*results, strict=True)
+    assert torch.allclose(sum(after), sum(before) + sum(moved), rtol=0, atol=1e-12)
+    assert exchanges[0] > 0
+    assert not torch.allclose(states[0], states[1])
+
+
 def one_exchange(rank, n, exchange):
     """Weights are small whole numbers, so that their mean is exact."""
     model = Net(rank)
