@@ -202,7 +202,8 @@ def any_optimizer(rank, n, kind, options):
             a.before_step()
             a.step(update)
             a.after_step()
-        assert rank != 0 or eventually(lambda: a.gossip.exchanges > 0)  # it asks
+        if rank == 0:  # which asks
+            eventually(lambda: a.gossip.exchanges > 0)
         dist.barrier()
         after, exchanges = master(a), a.gossip.exchanges
         state = vector([value for of_one in optimizer.state.values() for value in of_one.values() if value.dim()])
