@@ -16,6 +16,9 @@ if (here := str(Path(__file__).parent)) not in sys.path:
 from support import pool
 
 os.environ["WANDB_MODE"] = "offline"
+# torch's store looks the name of every connection's other end up (::ffff:127.0.0.1, which no hosts file has), and answers
+# nobody meanwhile. A name server that now and then stays silent would cost 5 s each time, longer than tests' deadlines.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore it, and so would the ranks of tests
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)

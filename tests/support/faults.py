@@ -8,10 +8,12 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -144,17 +146,23 @@ def in_the_transport(where, happens):
     collectives._all_reduce = all_reduce
 
 
+LIMIT = 50.0
+"""Seconds after which a child hangs. Below the limit of `run_ranks`, which would show where its parent waits."""
+
+
 def forked(rank, world_size, fn, *args):
     """`fn(rank, world_size, *args)` in a child of this process. Returns how the child ended, and what it had to say.
 
     The exit code is that of a script in which the exception is not caught. A child that ends by itself says as well what
-    it has left behind.
+    it has left behind, and one that hangs, where.
     """
     mine, theirs = Pipe()
+    stacks = tempfile.TemporaryFile()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=stacks)
         threads, text, code = set(threading.enumerate()), "", 0
         try:
             theirs.send_bytes(repr(fn(rank, world_size, *args)).encode())
@@ -172,6 +180,10 @@ def forked(rank, world_size, fn, *args):
             said.append(mine.recv_bytes().decode())
     mine.close()
     _, status = os.waitpid(pid, 0)
+    with stacks:
+        stacks.seek(0)
+        if text := stacks.read().decode():
+            said.append(text)
     return os.waitstatus_to_exitcode(status), "\n".join(said)
 
 
