@@ -157,7 +157,7 @@ def forked(rank, world_size, fn, *args):
     it has left behind, and one that hangs, where.
     """
     mine, theirs = Pipe()
-    stacks = tempfile.TemporaryFile()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115 (open in the child as well)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
