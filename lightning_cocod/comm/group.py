@@ -148,7 +148,7 @@ class Group(Channel):
 
         A shard that is not finite is an error whatever the subject says: nobody else has it.
         """
-        return self._submit(replace(subject, skip=False), Pull(s, x, layout, rows))
+        return self._submit(replace(subject, skip=False), Pull(s, x, layout, self.rank, rows))
 
     def coded_push_(self, p: Buffer, s: Sequence[Tensor], coding: Coding, gate: Gate, subject: Subject) -> Message:
         """s ← Σ_j w_j c_j, of every bucket this worker's shard, w as in the subject; p_i ← p_i − c_i.

@@ -35,6 +35,19 @@ class Rows:
         return memory[kind][:size]
 
 
+def for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[int]]:
+    """What of a bucket goes to, or comes from, others, and the bytes of it that are each worker's.
+
+    One's own row need not travel. It is among the others only where those would not lie side by side without it.
+    """
+    shard = flat.numel() // world_size
+    nbytes = [shard * flat.element_size()] * world_size
+    if 0 < rank < world_size - 1:
+        return flat, nbytes
+    nbytes[rank] = 0
+    return (flat[shard:] if rank == 0 else flat[:-shard]), nbytes
+
+
 class Push(Collective):
     """s ← Σ_i w_i g_i, added up by the owner of a shard in the order of ranks; s has the dtype of g.
 
@@ -55,7 +68,7 @@ class Push(Collective):
 
     def __init__(self, g: Buffer, s: Sequence[Tensor], weights: Sequence[float], rank: int, rows: Rows, gate: Gate) -> None:
         self.layout, self.gate = g.layout, gate
-        self._g, self._s, self._rows = g.buckets, s, rows
+        self._g, self._s, self._rows, self._rank = g.buckets, s, rows, rank
         self.weigh(rank, weights)
         self._sizes: list[Tensor] = []
 
@@ -80,20 +93,30 @@ class Push(Collective):
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard to its owner."""
-        as_it_is = self.weight and scratch.dtype == self._g[bucket].dtype
-        sent = self._g[bucket] if as_it_is else scratch
-        with transport:
-            rows = self._rows.beside(bucket, sent)
-            return group.alltoall_base(rows.view(torch.uint8), sent.view(torch.uint8), [], [])  # not every dtype
+        leaving, nbytes = for_others(self._sent(bucket, scratch), self._rank, len(self._weights))
+        arriving = self._rows.beside(bucket, leaving)
+        with transport:  # which does not know every dtype
+            return group.alltoall_base(arriving.view(torch.uint8), leaving.view(torch.uint8), nbytes, nbytes)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Weigh and add up."""
-        rows = self._rows.beside(bucket, scratch).view(len(self._weights), -1)
-        (w, s), *others = [(w, row) for w, row in zip(self._weights, rows, strict=True) if w]
-        s.mul_(w)
+        s, n = self._s[bucket], len(self._weights)
+        sent = self._sent(bucket, scratch)
+        arrived, _ = for_others(sent, self._rank, n)
+        rows = list(self._rows.beside(bucket, arrived).view(-1, s.numel()))
+        if len(rows) < n:
+            rows.insert(self._rank, sent.view(n, -1)[self._rank])
+        (w, row), *others = [(w, row) for w, row in zip(self._weights, rows, strict=True) if w]
+        total = s if s.dtype == row.dtype else row  # then nobody's but the transport's
+        torch.mul(row, w, out=total)
         for w, row in others:
-            s.add_(row, alpha=w)
-        self._s[bucket].copy_(s)
+            total.add_(row, alpha=w)
+        if total is not s:
+            s.copy_(total)
+
+    def _sent(self, bucket: int, scratch: Tensor) -> Tensor:
+        """What travels: g where it lies, if that is in the dtype of the sum."""
+        return self._g[bucket] if self.weight and scratch.dtype == self._g[bucket].dtype else scratch
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """All but the own shard; as much comes in."""
@@ -110,14 +133,15 @@ class Pull(Collective):
         s: this worker's shard of each bucket.
         x: tensors of the layout.
         layout: theirs.
+        rank: of this worker.
         rows: memory.
     """
 
     weight = 1.0
     sums: ClassVar[bool] = False
 
-    def __init__(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rows: Rows) -> None:
-        self.layout, self._s, self._rows = layout, s, rows
+    def __init__(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int, rows: Rows) -> None:
+        self.layout, self._s, self._rank, self._rows = layout, s, rank, rows
         self._pieces = layout.pieces(x, keep=False)
 
     def contents(self, bucket: int) -> list[Tensor]:
@@ -129,14 +153,18 @@ class Pull(Collective):
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Every owner's shard to all."""
-        s, all_ = self._s[bucket], scratch.view(torch.uint8)  # the transport does not know every dtype
+        s = self._s[bucket]
         if dist.get_backend(group) == "nccl":
-            with transport:
-                return group._allgather_base(all_, s.view(torch.uint8))
-        rows = self._rows.beside(bucket, scratch)
-        rows.view(-1, s.numel()).copy_(s)
+            with transport:  # which does not know every dtype
+                return group._allgather_base(scratch.view(torch.uint8), s.view(torch.uint8))
+        arriving, nbytes = for_others(scratch, self._rank, scratch.numel() // s.numel())
+        scratch.view(-1, s.numel())[self._rank].copy_(s)
+        leaving, times = s, arriving.numel() // s.numel()
+        if times > 1:
+            leaving = self._rows.beside(bucket, s, times)
+            leaving.view(times, -1).copy_(s)
         with transport:
-            return group.alltoall_base(all_, rows.view(torch.uint8), [], [])
+            return group.alltoall_base(arriving.view(torch.uint8), leaving.view(torch.uint8), nbytes, nbytes)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Copy the pieces out."""
