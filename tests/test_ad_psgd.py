@@ -479,8 +479,14 @@ def slow_link(rank, n, most):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     with ADPSGD(model, optimizer, max_staleness=most) as a:
         encode = Plain.encode
-        passing = threading.Event()
-        Plain.encode = lambda self, s: (passing.wait(PATIENCE), encode(self, s))
+        begun, passing = threading.Event(), threading.Event()
+
+        def held(self, s):
+            begun.set()
+            passing.wait(PATIENCE)
+            return encode(self, s)
+
+        Plain.encode = held
         try:
             for t in range(24):
                 model.loss(t).backward()
@@ -489,6 +495,8 @@ def slow_link(rank, n, most):
                 if most is not None:
                     threading.Timer(0.05, passing.set).start()
                 a.step()
+                if most is None and t == 0:
+                    eventually(begun.is_set)  # its snapshot has been taken
                 if t == 20:
                     eventually(lambda: a.gossip.exchanges > 0)
         finally:
