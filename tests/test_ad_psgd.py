@@ -1,5 +1,6 @@
 """AD-PSGD: the identities of the paper, whatever the schedule; what it refuses; what it does when somebody is gone."""
 
+import itertools
 import logging
 import math
 import os
@@ -66,21 +67,28 @@ def grads(model):
 
 
 def run(rank, n, steps=15, rate=RATE, sleeps=0.01, in_step=False, **options):
-    """Steps of plain SGD from weights of this rank's own: masters before and after, and the sum of the applied gradients."""
+    """Steps of plain SGD from weights of this rank's own: masters before and after, and the sum of the applied gradients.
+
+    There are as many as it takes until every rank has had an exchange. ``in_step``, all make them at the same time, and each
+    asks once a step.
+    """
     model = Net(rank, apart=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     a = ADPSGD(model, optimizer, **options)
     before, total, draw = vector(a.x), torch.zeros(46, dtype=torch.float64), random.Random(rank)
     a.start(broadcast=False)
     try:
-        for t in range(steps):
+        for t in itertools.count(1):
             optimizer.zero_grad()
             model.loss(t).backward()
             total += grads(model)
             time.sleep(draw.uniform(0, sleeps))
             a.step()
-            if in_step and n > 1 and rank % 2 == 0:
-                eventually(lambda: a.gossip.exchanges > t)
+            if in_step and n > 1:
+                eventually(lambda: rank % 2 == 1 or a.gossip.exchanges >= t)
+                dist.barrier()
+            if t >= steps and (in_step or n == 1 or all_have(a.gossip.exchanges > 0, rank, n)):
+                break
         dist.barrier()
         after = master(a)
         exchanges = a.gossip.exchanges
@@ -89,6 +97,14 @@ def run(rank, n, steps=15, rate=RATE, sleeps=0.01, in_step=False, **options):
     finally:
         a.close()
     return before, after, total, end, exchanges
+
+
+def all_have(it, rank, n):
+    """Whether all ranks have it; once one has said so it stays so."""
+    store = dist.distributed_c10d._get_default_store()
+    if it:
+        store.set(f"rank {rank} has it", "")
+    return store.check([f"rank {other} has it" for other in range(n)])
 
 
 def spread(vectors):
@@ -382,6 +398,8 @@ def meetings(rank, n, codec):
                 optimizer.zero_grad()
                 model.loss(t).backward()
                 a.step()
+            if n > 1 and rank % 2 == 0:
+                eventually(lambda: a.gossip.exchanges > 0)
             before = vector(a.x)
             with a.consensus():
                 cut = a.state_dict()

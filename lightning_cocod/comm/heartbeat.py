@@ -217,7 +217,7 @@ class Heartbeat:
 
     def _guard(self) -> None:
         """A store whose host is stopped or cut off blocks the beat for ever; this thread never touches it."""
-        last = time.monotonic()
+        last = self._born
         while not self._stop.wait(self.interval):
             now = time.monotonic()
             self._answered += self._pause(last, now)

@@ -100,11 +100,11 @@ def run_ranks(
     """Run `fn(rank, n, *args)` on n ranks and return the results in the order of the ranks.
 
     Raises RankDied, RankFailed or RankTimeout (the first that applies) unless every rank ends "ok". `expect` names
-    the ranks that have to end in another way, as in `{1: "died"}`; the result of such a rank is None.
-    The other parameters are those of `run_ranks_raw`.
+    the ranks that have to end in another way, as in `{1: "died"}`; the result of such a rank is None, and the others
+    have all the time that is left. The other parameters are those of `run_ranks_raw`.
     """
     expect = expect or {}
-    outcomes = run_ranks_raw(fn, n, *args, timeout=timeout, grace=grace, init=init, leftovers_ok=leftovers_ok)
+    outcomes = run_ranks_raw(fn, n, *args, timeout=timeout, expect=expect, grace=grace, init=init, leftovers_ok=leftovers_ok)
     wrong = [o for o in outcomes if o.status != expect.get(o.rank, "ok")]
     if wrong:
         statuses = {o.status for o in wrong}
@@ -113,11 +113,14 @@ def run_ranks(
     return [o.value if o.status == "ok" else None for o in outcomes]
 
 
-def run_ranks_raw(fn, n, *args, timeout=60.0, grace=10.0, init=True, leftovers_ok=False) -> list[Outcome]:
+def run_ranks_raw(
+    fn, n, *args, timeout=60.0, expect: dict[int, Status] | None = None, grace=10.0, init=True, leftovers_ok=False
+) -> list[Outcome]:
     """Run `fn(rank, n, *args)` on n ranks and return how each of them ended; no end of a rank raises.
 
-    `timeout` counts from the moment when all ranks have imported `fn` and are connected. Once one rank has gone
-    wrong, the others have at most `grace` more seconds; what has not ended then is killed and counts as "timeout".
+    `timeout` counts from the moment when all ranks have imported `fn` and are connected. Once one rank has gone wrong,
+    and not as one is to `expect`, the others have at most `grace` more seconds; what has not ended then is killed and
+    counts as "timeout".
     """
     call = pickle.dumps((fn, args))  # a function that cannot travel is an error here, in the test
     workers = pool.take(n)
@@ -136,7 +139,7 @@ def run_ranks_raw(fn, n, *args, timeout=60.0, grace=10.0, init=True, leftovers_o
                     "path": [os.path.abspath(entry) for entry in sys.path],
                 }
             )
-        outcomes = collect(workers, timeout, grace)
+        outcomes = collect(workers, timeout, grace, expect or {})
         for outcome, worker in zip(outcomes, workers, strict=True):
             if outcome.status in ("ok", "error") and worker.alive:
                 worker.clean = worker.wait_for("free", pool.FREE_LIMIT)
@@ -145,7 +148,7 @@ def run_ranks_raw(fn, n, *args, timeout=60.0, grace=10.0, init=True, leftovers_o
         pool.give_back(workers)
 
 
-def collect(workers, timeout, grace):
+def collect(workers, timeout, grace, expect):
     """Wait for every rank to end, one way or another; returns the outcomes in the order of the ranks."""
     outcomes = {}
     pending = set(range(len(workers)))
@@ -176,7 +179,7 @@ def collect(workers, timeout, grace):
                         workers[rank].kill()  # its peers must not wait for what is left in it
             if rank in outcomes:
                 pending.discard(rank)
-                if outcomes[rank].status != "ok":
+                if outcomes[rank].status not in ("ok", expect.get(rank)):
                     end_of_grace = min(end_of_grace, time.monotonic() + grace)
     hung = sorted(pending)
     for rank, stacks in zip(hung, pool.dump_stacks([workers[rank] for rank in hung]), strict=True):
