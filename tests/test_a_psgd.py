@@ -4,7 +4,6 @@ The quadratics are those of test_cocod. Turns are forced by barriers of the defa
 """
 
 import contextlib
-import gc
 import copy
 import gc
 import json
