@@ -90,6 +90,8 @@ CASES = {
     "left out on one rank": Case(everything(optim.SGD, **HEAVY), left_out=lambda rank, step: rank == step % 2),
     "left out on all": Case(everything(optim.Adam, lr=0.01), left_out=lambda rank, step: step in (0, 3)),
     "after backward": Case(groups, options={"overlap": False}),
+    "pulled behind": Case(groups, clip_norm=0.05, options={"overlap_pull": True}),
+    "accumulated, pulled behind": Case(everything(optim.SGD, **HEAVY), passes=3, options={"overlap_pull": True}),
 }
 
 
@@ -365,12 +367,14 @@ def odd_loops(rank, n):
         with torch.no_grad():
             ssgd.model.head.weight.clamp_(-0.1, 0.1)
 
-    expected = run()
-    assert distance(run(evaluate), expected) == 0.0
-    assert distance(run(after=evaluate), expected) == 0.0
-    assert distance(run(after=save_and_load), expected) == 0.0
-    clamped, _ = run(after=clamp)
-    assert clamped["head.weight"].abs().max() <= 0.1  # what the user does to weights stays
+    expected, kept = run(), run(after=clamp)
+    assert kept[0]["head.weight"].abs().max() <= 0.1  # what the user does to weights stays
+    for options in ({}, {"overlap_pull": True}):
+        assert distance(run(**options), expected) == 0.0
+        assert distance(run(evaluate, **options), expected) == 0.0
+        assert distance(run(after=evaluate, **options), expected) == 0.0
+        assert distance(run(after=save_and_load, **options), expected) == 0.0
+        assert distance(run(after=clamp, **options), kept) == 0.0
 
     model = made()
     optimizer = optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -493,11 +497,11 @@ class Explodes(optim.SGD):
             self.param_groups[0]["params"][0].data.view(-1)[0] = float("nan")
 
 
-def explodes(rank, n, on_nonfinite):
+def explodes(rank, n, options):
     model, before = made(), None
     optimizer = Explodes([p for p in model.parameters() if p.requires_grad], **HEAVY)
     try:
-        with SSGD(model, optimizer, on_nonfinite=on_nonfinite) as ssgd:
+        with SSGD(model, optimizer, **options) as ssgd:
             for step in range(3):
                 x, y = batch(rank, step)
                 (model(x, True) - y).square().mean().backward()
@@ -510,7 +514,7 @@ def explodes(rank, n, on_nonfinite):
     return None
 
 
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-def test_a_shard_that_is_not_finite_reaches_nobody(on_nonfinite):
-    for said in run_ranks(explodes, 2, on_nonfinite):
+@pytest.mark.parametrize("options", [{"on_nonfinite": "raise"}, {"on_nonfinite": "skip"}, {"overlap_pull": True}], ids=str)
+def test_a_shard_that_is_not_finite_reaches_nobody(options):
+    for said in run_ranks(explodes, 2, options):
         assert "ssgd/parameters at step 1: NaN or infinity in the message of rank 1" in said

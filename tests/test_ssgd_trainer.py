@@ -96,9 +96,9 @@ CASES = {
 }
 
 
-def both(rank, n, name, folder):
+def both(rank, n, name, overlap_pull, folder):
     make, options = CASES[name]
-    own = SSGDStrategy(overlap="left out" not in name)
+    own = SSGDStrategy(overlap="left out" not in name, overlap_pull=overlap_pull)
     found = fit(make(), DDP, n, folder, **options), fit(make(), own, n, folder, **options)
     if name == "saved within a step":
         (held,), model = torch.load(f"{folder}/SSGDStrategy.ckpt", weights_only=False)["optimizer_states"], make()
@@ -108,9 +108,10 @@ def both(rank, n, name, folder):
     return found
 
 
+@pytest.mark.parametrize("overlap_pull", [False, True], ids=["", "pulled behind"])
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_ddp(name, tmp_path):
-    for (x, states), (own_x, own_states) in run_ranks(both, 2, name, str(tmp_path), timeout=60):
+def test_it_is_ddp(name, overlap_pull, tmp_path):
+    for (x, states), (own_x, own_states) in run_ranks(both, 2, name, overlap_pull, str(tmp_path), timeout=60):
         for key, value in x.items():
             torch.testing.assert_close(own_x[key], value, rtol=1e-6, atol=1e-7)
         for state, own in zip(states, own_states, strict=True):

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.elementwise import refusal
+from lightning_cocod.algorithms.first_use import FirstUse
 from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.shard_state import Part, cut, gather
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import in_memory_order
+from lightning_cocod.comm.gate import Gate
 
 _log = logging.getLogger(__name__)
 BUCKET_BYTES = 2 << 20  # with 4 MiB steps over 200 Mbit/s are a tenth longer, with 1 MiB those over a loopback a twentieth
@@ -165,9 +167,22 @@ class Server(Outgoing):
         with self.shown(defaultdict(dict) if failed else self.whole_state(subject)):
             yield
 
-    def pull(self, subject: Subject, into: Sequence[Tensor] | None = None) -> Message:
-        """x ← async W, the shards of all workers; or something else like x."""
-        return self.comm.pull_(self.W, [p.detach() for p in into or self.x], self.layout, self.rows, subject)
+    def pull(self, subject: Subject, into: Sequence[Tensor] | None = None, arrived: Gate | None = None) -> Message:
+        """x ← async W, the shards of all workers; or something else like x. The gate opens for each bucket that is there."""
+        return self.comm.pull_(self.W, [p.detach() for p in into or self.x], self.layout, self.rows, subject, arrived)
+
+    def pull_behind(self, subject: Subject, uses: FirstUse) -> Message:
+        """x ← async W, and whoever uses a parameter waits for the buckets in which it comes."""
+        arrived = self.comm.gate(self.layout)
+        pull = self.pull(subject, arrived=arrived)
+        buckets = [sorted({bucket for bucket, *_ in pieces}, reverse=True) for pieces in self.pieces]
+
+        def wait(number: int) -> None:
+            for bucket in buckets[number]:
+                pull.wait_for(bucket, arrived)
+
+        uses.watch(self.x, wait)
+        return pull
 
     def whole_state(self, subject: Subject) -> defaultdict[Tensor, Any]:
         """The optimizer's state as if it had stepped whole parameters. Collective."""

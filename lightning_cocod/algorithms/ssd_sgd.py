@@ -77,6 +77,8 @@ class SSDSGD(SSGD):
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
+        if shared.pop("overlap_pull", False):
+            raise ValueError(f"{self.name} pulls behind whole steps anyway: leave overlap_pull out")
         super().__init__(model, optimizer, overlap=overlap, weights=weights, **shared)
         self.when = as_when(period, warmup_steps)
         self.rounds = Rounds(self.when)

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cocod.algorithms.first_use import FirstUse, is_compiled
+from lightning_cocod.algorithms.options import flag
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.algorithms.server import Server
+from lightning_cocod.comm import Message
 from lightning_cocod.comm.norms import norm
 
 T = TypeVar("T")
@@ -37,12 +40,17 @@ class SSGD(Pushing):
     optimizer: a copy of the gradients, which are freed as they are copied, a shard of them and one of weights, and four
     buckets; the optimizer's state is N times smaller.
 
-    Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``.
+    Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``. With
+    ``overlap_pull`` the pull overlaps what follows the step: the first function of torch that is given a parameter waits
+    for it (``FirstUse``), and the first layers' come first. The trajectory is the same bit for bit. Compiled models cannot
+    have it, as their parameters are read where nobody can wait, and other threads than the training one, and extensions
+    that are called past torch, must not read parameters between a step and the next backward.
 
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
         overlap: False pushes after backward: the same trajectory bit for bit, nothing hidden.
+        overlap_pull: True lets the pull overlap the next forward.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
         **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``). With
             ``on_nonfinite="skip"`` a mean is that of the other ranks.
@@ -65,15 +73,29 @@ class SSGD(Pushing):
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         overlap: bool = True,
+        overlap_pull: bool = False,
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(model, optimizer, overlap=overlap, weights=weights, **shared)
+        self.overlap_pull = flag("overlap_pull", overlap_pull)
         if self.compression is not None:
             raise ValueError("ssgd sends gradients whole: leave compression out, or use pipe_sgd, which has it")
         self._stepped: list[Server] = []
+        self._uses = FirstUse()
+        self._pulls: list[Message] = []  # that somebody may still have to wait for
 
     # The verbs
+
+    def start(self, *, broadcast: bool = True) -> None:
+        """x_i ← x_0.
+
+        Raises:
+            ValueError: ``overlap_pull`` and a compiled model.
+        """
+        if self.overlap_pull and is_compiled(self.model):
+            raise ValueError("overlap_pull waits in functions of torch that compiled models do without: leave it out")
+        super().start(broadcast=broadcast)
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> Server:
         """The optimizer's state is cut into shards."""
@@ -89,10 +111,20 @@ class SSGD(Pushing):
     def release(self) -> None:
         """The parameters and the optimizers are as they were, but for states."""
         super().release()
+        self._uses.leave()
+        self._pulls = []
         for server in self.servers.values():
             if server.is_serving:
                 server.leave()
         self._stepped = []
+
+    def after_backward(self) -> None:
+        """What has been pulled is there, used or not."""
+        pulls, self._pulls = self._pulls, []
+        for pull in pulls:
+            pull.wait()
+        self._uses.leave()
+        super().after_backward()
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """g ← the mean over the workers, of this worker's shard, which the optimizer has from now on."""
@@ -134,7 +166,10 @@ class SSGD(Pushing):
         result = super().step(update)
         for server in self._stepped:
             server.leave()
-            server.pull(self.subject("parameters")).wait()
+            if self.overlap_pull:
+                self._pulls.append(server.pull_behind(self.subject("parameters"), self._uses))
+            else:
+                server.pull(self.subject("parameters")).wait()
         self._stepped = []
         return result
 

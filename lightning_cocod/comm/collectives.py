@@ -112,6 +112,10 @@ class Collective(Operation):
     gate: Gate | None = None
     repeats: bool = False
 
+    def order(self) -> Sequence[int]:
+        """In which the buckets travel, the same on all workers."""
+        return range(len(self.layout))
+
     def stages(self, tracer: Tracer) -> Iterator[Collective]:
         """Itself."""
         yield self
@@ -300,12 +304,12 @@ def run(operation: Operation, group: dist.ProcessGroup, scratch: Scratch, over: 
 def _carry_out(
     collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer
 ) -> float:
-    """All buckets, in order, ``IN_FLIGHT`` of them at a time."""
-    at_work: deque[tuple[int, Tensor, dist.Work]] = deque()
+    """All buckets, in their order, ``IN_FLIGHT`` of them at a time."""
+    at_work: deque[tuple[int, int, Tensor, dist.Work]] = deque()
     gate, idle = collective.gate, 0.0
 
     def finish_oldest() -> None:
-        bucket, memory, work = at_work.popleft()
+        place, bucket, memory, work = at_work.popleft()
         with tracer.span("reduce"):
             finish(work, group, over)
         with tracer.span("decode"):
@@ -313,23 +317,23 @@ def _carry_out(
             if following is None:
                 collective.drain(bucket, memory)
             else:
-                at_work.append((bucket, memory, following))
+                at_work.append((place, bucket, memory, following))
 
-    def memory_is_in_use(bucket: int) -> bool:
+    def memory_is_in_use(place: int) -> bool:
         # Buckets that nobody sends are not at work: how many others are does not tell.
-        return any(earlier <= bucket - IN_FLIGHT for earlier, _, _ in at_work)
+        return any(earlier <= place - IN_FLIGHT for earlier, *_ in at_work)
 
-    for bucket in range(len(collective.layout)):
-        while at_work and (memory_is_in_use(bucket) or not (collective.repeats or gate is None or gate.is_open(bucket))):
+    for place, bucket in enumerate(collective.order()):
+        while at_work and (memory_is_in_use(place) or not (collective.repeats or gate is None or gate.is_open(bucket))):
             finish_oldest()
         if gate is not None:
-            for _, _, work in () if gate.is_open(bucket) else at_work:
+            for *_, work in () if gate.is_open(bucket) else at_work:
                 finish(work, group, over)
             begun = time.perf_counter()
             with tracer.span("await"):
                 gate.pass_(bucket, over)
             idle += time.perf_counter() - begun
-        memory = collective.layout.scratch(bucket, scratch[bucket % IN_FLIGHT], summed=collective.sums)
+        memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
         with tracer.span("encode"):
             if collective.weight:
                 collective.fill(bucket, memory)
@@ -338,7 +342,7 @@ def _carry_out(
             if (launched := collective.launch(bucket, memory, group)) is None:
                 collective.drain(bucket, memory)
             else:
-                at_work.append((bucket, memory, launched))
+                at_work.append((place, bucket, memory, launched))
     while at_work:
         finish_oldest()
     return idle

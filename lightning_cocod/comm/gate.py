@@ -1,4 +1,6 @@
-"""A gate before each bucket: a message sets out while later parts of it are still being computed."""
+"""A gate for each bucket: a message sets out while later parts of it are still being computed, and parts of what it brings
+are used while others are still on their way.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ _PATIENCE = 0.5  # seconds between two looks at whether communication is over; o
 
 
 class Gate:
-    """Opened in any order by whoever computes the buckets, passed by the communication thread in the order of the message.
+    """Between the training thread and the communication thread: one opens it for the buckets that it is done with, in any
+    order, and the other passes.
 
     Args:
         buckets: how many there are.
@@ -41,11 +44,11 @@ class Gate:
         """Wait for it.
 
         Raises:
-            TransportError: communication is over.
+            TransportError: communication, or the message, is over, and it will not be opened any more.
         """
         with self._opened:
             while self._marks[bucket] is None:
                 if over.is_set():
-                    raise TransportError("communication ended before all of the message had been computed")
+                    raise TransportError("communication ended before a bucket's gate was opened")
                 self._opened.wait(_PATIENCE)
         self._lane.follow(self._marks[bucket])

@@ -132,7 +132,7 @@ class Group(Channel):
         return self._send(thread, done, str(subject))
 
     def gate(self, layout: Layout) -> Gate:
-        """Of the buckets of a push."""
+        """Of the buckets of a push, or a pull."""
         return Gate(len(layout), self.lane)
 
     def push_(self, g: Buffer, s: Sequence[Tensor], rows: Rows, gate: Gate, subject: Subject) -> Message:
@@ -143,12 +143,21 @@ class Group(Channel):
         """
         return self._submit(subject, Push(g, s, subject.weights, self.rank, rows, gate), fit=True)
 
-    def pull_(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rows: Rows, subject: Subject) -> Message:
+    def pull_(
+        self,
+        s: Sequence[Tensor],
+        x: Sequence[Tensor],
+        layout: Layout,
+        rows: Rows,
+        subject: Subject,
+        arrived: Gate | None = None,
+    ) -> Message:
         """x ← the shards s of all workers, of every bucket of their layout, as they are pushed to.
 
+        The gate, if there is one, opens for each bucket as it is there (``Message.wait_for``).
         A shard that is not finite is an error whatever the subject says: nobody else has it.
         """
-        return self._submit(replace(subject, skip=False), Pull(s, x, layout, self.rank, rows))
+        return self._submit(replace(subject, skip=False), Pull(s, x, layout, self.rank, rows, arrived))
 
     def coded_push_(self, p: Buffer, s: Sequence[Tensor], coding: Coding, gate: Gate, subject: Subject) -> Message:
         """s ← Σ_j w_j c_j, of every bucket this worker's shard, w as in the subject; p_i ← p_i − c_i.

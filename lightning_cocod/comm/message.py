@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_cocod.comm.errors import TransportError
+from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.header import Pace
 from lightning_cocod.comm.lane import Lane
 from lightning_cocod.comm.ledger import Ledger
@@ -98,20 +100,42 @@ class Message:
             MessageMismatch: the workers are out of step.
             NonFiniteMessage: a worker's message is not finite.
         """
+
+        def all_of_it() -> None:
+            self._handle.wait()
+            self._lane.follow(self._report.arrived)
+
+        counts = counted and self._counted
+        self._block(all_of_it, counts)
+        if counts and self._report.paces:
+            self._on_paces(self._report.paces)
+            self._report.paces = []  # news once
+
+    def wait_for(self, bucket: int, arrived: Gate) -> None:
+        """Block until so much of the result is there, its gate being opened as it is. Otherwise like ``wait``, which
+        follows.
+        """
+
+        def part() -> None:
+            try:
+                arrived.pass_(bucket, self._handle.ended)
+            except TransportError:
+                self._handle.wait()  # and says why
+                raise
+
+        self._block(part, self._counted)
+
+    def _block(self, until: Callable[[], None], counted: bool) -> None:
         lane, ledger = self._lane, self._ledger
         asked, before = time.perf_counter(), lane.mark()
         with self._waiting():
             try:
-                self._handle.wait()
+                until()
             except BaseException:
                 self._on_failure()
                 raise
-            lane.follow(self._report.arrived)
-        if not (counted and self._counted):
+        if not counted:
             return
-        if self._report.paces:
-            self._on_paces(self._report.paces)
-            self._report.paces = []  # news once
         after = lane.mark()
         # Between this rank's header and the last one it is a slower peer that is waited for, not the link.
         late = max(0.0, min(self._report.announced, time.perf_counter()) - max(asked, self._report.listening))

@@ -125,7 +125,7 @@ class Push(Collective):
 
 
 class Pull(Collective):
-    """x ← the shards of all owners.
+    """x ← the shards of all owners, the last bucket first: pushed as backward comes by, they come back as forward does.
 
     Over Gloo every owner sends a row to each worker: its all-gather takes twice as long, and twice the CPU time.
 
@@ -135,14 +135,21 @@ class Pull(Collective):
         layout: theirs.
         rank: of this worker.
         rows: memory.
+        arrived: a gate that is opened for each bucket as it is there.
     """
 
     weight = 1.0
     sums: ClassVar[bool] = False
 
-    def __init__(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int, rows: Rows) -> None:
-        self.layout, self._s, self._rank, self._rows = layout, s, rank, rows
+    def __init__(
+        self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int, rows: Rows, arrived: Gate | None = None
+    ) -> None:
+        self.layout, self._s, self._rank, self._rows, self._arrived = layout, s, rank, rows, arrived
         self._pieces = layout.pieces(x, keep=False)
+
+    def order(self) -> Sequence[int]:
+        """That of forward."""
+        return range(len(self.layout))[::-1]
 
     def contents(self, bucket: int) -> list[Tensor]:
         """s."""
@@ -170,6 +177,8 @@ class Pull(Collective):
         """Copy the pieces out."""
         pieces = self._pieces[bucket]
         torch._foreach_copy_(pieces, self.layout.cut(bucket, scratch, pieces))
+        if self._arrived is not None:
+            self._arrived.open(bucket)
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """The own shard to all others, and theirs."""

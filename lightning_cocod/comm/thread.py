@@ -37,6 +37,11 @@ class Handle(Generic[T]):
         """Whether the job has ended, well or not. Never blocks."""
         return self._done.is_set()
 
+    @property
+    def ended(self) -> threading.Event:
+        """Set once it has."""
+        return self._done
+
     def join(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds. Returns whether the job has ended well; raises nothing."""
         return self._done.wait(timeout) and self._error is None

@@ -22,17 +22,26 @@ class SSGDStrategy(AlgorithmStrategy):
 
     Args:
         overlap: False pushes after backward: the same trajectory, nothing hidden.
+        overlap_pull: True lets the pull overlap what follows the step, callbacks and the next forward: whoever uses a
+            parameter waits for it, which compiled modules cannot (see ``SSGD``). The same trajectory.
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option out of range; in a fit, ``overlap_pull`` and a compiled model.
         TypeError: an option that only DDP understands, or an unknown one; in a fit, an optimizer that needs whole tensors.
         MisconfigurationException: in a fit with ``precision="16-mixed"``.
     """
 
     registered_name: ClassVar[str] = SSGD.name
 
-    def __init__(self, *, overlap: bool = True, weights: Sequence[float] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        overlap: bool = True,
+        overlap_pull: bool = False,
+        weights: Sequence[float] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        self.runs(SSGD, overlap=overlap, weights=weights)
+        self.runs(SSGD, overlap=overlap, overlap_pull=overlap_pull, weights=weights)
