@@ -384,6 +384,7 @@ def again_and_again(rank, n):
         while is_left() and time.monotonic() < deadline:
             time.sleep(0.02)
         left.append(is_left())
+        dist.barrier()  # nobody begins again while others still look
     return left, moved.sent, moved.received, words, own.messages
 
 
