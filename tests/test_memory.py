@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+LIMIT = 900.0  # seconds; on two idle cores it takes 70
+pytestmark = pytest.mark.timeout(LIMIT + 100)
 ROWS, COLUMNS, LAYERS = 1000, 1000, 40  # 40 tensors of 4 MB: a few MB for threads and connections weigh little
 BUCKETS = 0.05
 """Two buckets at work, each an 80th of the parameters, about half as much again inside Gloo, and the error of VmRSS."""
@@ -181,7 +183,7 @@ def copies():
         for rank in range(2)
     ]
     try:
-        found = [json.loads(rank.communicate(timeout=250)[0].splitlines()[-1]) for rank in ranks]
+        found = [json.loads(rank.communicate(timeout=LIMIT)[0].splitlines()[-1]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
