@@ -212,6 +212,7 @@ HONOURED = {
     "warmup_steps": (5, lambda algorithm: sum(algorithm.when.synchronous(t) for t in range(100))),
     "weights": ([0.75, 0.25], lambda algorithm: algorithm.weights),
     "overlap": (False, lambda algorithm: getattr(algorithm, "delay", algorithm).overlap),
+    "overlap_pull": (True, lambda algorithm: algorithm.overlap_pull),
     "on_nonfinite": ("skip", lambda algorithm: {True: "skip", False: "raise"}[algorithm.skip_nonfinite]),
     "lambda_0": (0.4, lambda algorithm: getattr(algorithm, "compensate", algorithm).lambda_0),
     "norm": ("tensor", lambda algorithm: {True: "tensor", False: "model"}[algorithm.compensate.per_tensor]),
