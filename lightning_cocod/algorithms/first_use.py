@@ -29,7 +29,7 @@ class FirstUse(TorchFunctionMode):
 
     A parameter is recognised by its memory, so a view of it, or an alias that was made before, is as good as itself. What
     reads memory behind torch's back is not seen: TorchScript, compiled graphs, extensions that are called directly. Other
-    threads are not kept; those that bring the parameters are such.
+    threads are not kept; those that bring the parameters are such. On CUDA it is the stream that is current then that waits.
     """
 
     def __init__(self) -> None:

@@ -52,6 +52,9 @@ def bits(rank: Rank) -> None:
             if takes(algorithm, "overlap"):
                 blocking = train(rank, algorithm, overlap=False)
                 rank.expect(torch.equal(run.before, blocking.before), f"{name}: overlap=False is the same bit for bit")
+            if takes(algorithm, "overlap_pull"):
+                behind = train(rank, algorithm, overlap_pull=True)
+                rank.expect(torch.equal(run.before, behind.before), f"{name}: overlap_pull=True is the same bit for bit")
             if algorithm.deterministic:
                 again = [torch.equal(run.before, train(rank, algorithm).before) for _ in range(3)]
                 rank.expect(all(again), f"{name}: three more runs give the same bits")

@@ -24,6 +24,7 @@ def contenders() -> dict[str, Contender]:
         "transport": transport.transport,
         "bare": transport.bare,
         **own(),
+        "ssgd_overlap_pull": ours.contender(strategies.SSGDStrategy, overlap_pull=True),
         "ddp": torch_ddp.ddp,
         "ddp_bf16": torch_ddp.ddp_bf16,
         "ddp_fp16": torch_ddp.ddp_fp16,
