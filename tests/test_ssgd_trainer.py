@@ -50,6 +50,17 @@ class ByValue(Manual):
     clip = 0.01, "value"
 
 
+class Scheduled(Plain):
+    """AdamW with two groups, and a rate that changes in every step."""
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        rest = [{"params": [p for p in self.parameters() if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.02}]
+        optimizer = torch.optim.AdamW([{"params": matrices}, *rest], lr=0.01, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.04], total_steps=12)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Saves(Plain):
     """In the middle of a step."""
 
@@ -90,6 +101,7 @@ def fit(module, strategy, devices, folder, **options):
 CASES = {
     "clipped by hand, by norm": (Manual, {}),
     "clipped by hand, by value": (ByValue, {}),
+    "groups, schedule, clipping, accumulation": (Scheduled, {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}),
     "saved within a step": (Saves, {}),
     "gradients in evaluation": (Attacks, {"val_check_interval": 2}),
     "steps left out, after backward": (LeavesOut, {}),
@@ -111,7 +123,7 @@ def both(rank, n, name, overlap_pull, folder):
 @pytest.mark.parametrize("overlap_pull", [False, True], ids=["", "pulled behind"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_ddp(name, overlap_pull, tmp_path):
-    for (x, states), (own_x, own_states) in run_ranks(both, 2, name, overlap_pull, str(tmp_path), timeout=60):
+    for (x, states), (own_x, own_states) in run_ranks(both, 2, name, overlap_pull, str(tmp_path), timeout=200):
         for key, value in x.items():
             torch.testing.assert_close(own_x[key], value, rtol=1e-6, atol=1e-7)
         for state, own in zip(states, own_states, strict=True):
