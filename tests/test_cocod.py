@@ -89,6 +89,20 @@ def synchronous(n, w=None, *, steps=STEPS, same_hessian=False, momentum=0.0, wei
     return np.stack(path)
 
 
+class AdamW:
+    """x ← x − γ (λ x + m̂ / (√v̂ + ε)), a row for each worker: after the paper, as torch's is of the workers."""
+
+    def __init__(self, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8):
+        self.decay, self.betas, self.eps, self.t, self.m, self.v = weight_decay, betas, eps, 0, 0.0, 0.0
+
+    def step(self, x, g):
+        (β1, β2), self.t = self.betas, self.t + 1
+        self.m = β1 * self.m + (1 - β1) * g
+        self.v = β2 * self.v + (1 - β2) * g**2
+        m, v = self.m / (1 - β1**self.t), self.v / (1 - β2**self.t)
+        return x - LR * (self.decay * x + m / (np.sqrt(v) + self.eps))
+
+
 # The same on workers
 
 
@@ -121,19 +135,25 @@ def quadratic(
     steps=STEPS,
     same_hessian=False,
     sgd=None,
+    adamw=None,
+    clip_norm=None,
     unequal=False,
     evaluate=(),
     reweigh=None,
     resume_at=None,
     **options,
 ):
-    """Train a worker's quadratic and return its Path. `reweigh` is {step: weights}; `resume_at` restarts from a state."""
+    """Train a worker's quadratic and return its Path. `reweigh` is {step: weights}; `resume_at` restarts from a state.
+
+    With options for `adamw` that is the optimizer; `clip_norm` is the most that a worker's gradient may be long.
+    """
     weights = list(range(1, n + 1)) if unequal else None
     path = Path()
 
     def fresh():
         model = Quadratic(rank, same_hessian)
-        optimizer = torch.optim.SGD(model.parameters(), LR, **(sgd or {}))
+        make, its = (torch.optim.SGD, sgd) if adamw is None else (torch.optim.AdamW, adamw)
+        optimizer = make(model.parameters(), LR, **(its or {}))
         optimizer.register_step_post_hook(lambda *_: path.unmerged.__setitem__(algo.t + 1, model.x.detach().numpy().copy()))
         return model, optimizer, algorithm(model, optimizer, weights=weights, **options)
 
@@ -147,6 +167,8 @@ def quadratic(
                 algo.set_weights(reweigh[t])
             optimizer.zero_grad()
             model().backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             algo.step()
 
     model, optimizer, algo = fresh()

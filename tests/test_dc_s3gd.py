@@ -29,6 +29,7 @@ from test_cocod import (
     synchronous,
     unequal,
 )
+from test_compressed_rounds import Coarse, encoded
 from torch import nn
 
 from lightning_cocod import DCS3GD, CoCoD
@@ -51,29 +52,31 @@ def corrected(g, D, x, lambda_0, decay=0.0, lambda_max=np.inf, floor=16):
 
 
 def dc_s3gd(
-    n, k, w, lambda_0=0.2, *, momentum=0.0, weight_decay=0.0, before=False, lambda_max=np.inf, every=False, wrong=""
+    n, k, w, lambda_0=0.2, *, momentum=0.0, weight_decay=0.0, before=False, lambda_max=np.inf, coarse=False, wrong=""
 ):
     """x_i(t), t = 0 … STEPS, before the forward of step t: array [t, i, :].
 
-    What must not match: `wrong`: "every" step corrected, D added "early", or the correction "turned" round.
+    Where it is `coarse` codes of x_i − θ travel. What must not match: `wrong`: "every" step corrected, D added "early", the
+    correction "turned" round, or what the mean's code drops "forgotten".
     """
     H, b = problems(n)
     x, v = np.tile(X0, (n, 1)), np.zeros((n, DIM))
-    S, A, path = x, w @ x, []
+    D, θ, A, path = 0 * x, X0, 0 * X0, []
     for t in range(STEPS + 1):
         path.append(x)
-        g, D = gradients(x, H, b), A - S
-        if (t + 1) % k == 0 or wrong == "every":
+        g, merges = gradients(x, H, b), (t + 1) % k == 0
+        if merges or wrong == "every":
             turned = -D if wrong == "turned" else D
             g = corrected(g, turned, x, lambda_0, weight_decay if before else 0.0, lambda_max)
-        merges = (t + 1) % k == 0
         if merges and wrong == "early":
             x = x + D
         v = momentum * v + g + weight_decay * x
         x = x - LR * v
         if merges:
             x = x if wrong == "early" else x + D
-            S, A = x, w @ x
+            θ = θ + A
+            c, A = encoded(x - θ, w, wrong != "forgotten") if coarse else (x - θ, w @ (x - θ))
+            D = A - c
     return np.stack(path)
 
 
@@ -87,6 +90,8 @@ CONFIGURATIONS = {
     "k1 blocking": {"unequal": True, "sgd": HEAVY, "overlap": False},
     "k3": {"period": 3, "unequal": True, "sgd": HEAVY},
     "k3 resumed": {"period": 3, "unequal": True, "sgd": HEAVY, "resume_at": 5},
+    "k1 coarse": {"unequal": True, "sgd": HEAVY, "compression": Coarse()},
+    "k3 coarse": {"period": 3, "unequal": True, "sgd": HEAVY, "compression": Coarse()},
     "nothing": {"lambda_0": 0.0, "unequal": True, "sgd": HEAVY},
     "warm-up": {"warmup_steps": 4, "unequal": True, "sgd": HEAVY},
 }
@@ -134,6 +139,15 @@ def test_the_trajectory_is_that_of_the_equations(n, name, k, options):
             assert distance(x, dc_s3gd(n, k, w, **options, wrong="early")) > 1e-6
         if k > 1:
             assert distance(x, dc_s3gd(n, k, w, **options, wrong="every")) > 1e-6
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("k", [1, 3])
+def test_under_a_codec_the_correction_is_towards_the_mean_of_codes(n, k):
+    w, x = unequal(n), positions(paths(n)[f"k{k} coarse"])
+    assert distance(x, dc_s3gd(n, k, w, **HEAVY, coarse=True)) < 1e-6  # codes are float32
+    for other in ({"lambda_0": 0.1}, {"coarse": False}, {"wrong": "turned"}, {"wrong": "forgotten"}):
+        assert distance(x, dc_s3gd(n, k, w, **{**HEAVY, "coarse": True, **other})) > 1e-3, other
 
 
 # Exact test 1

@@ -72,11 +72,15 @@ def images_and_labels():
     return (x - x.mean()) / x.std(), torch.tensor(digits.target)
 
 
-def own_part(rank, world, by_class):
-    """This rank's share of the digits: some of the classes, or some of all."""
-    x, y = images_and_labels()
+def share(rank, world, by_class):
+    """Which of the digits are this rank's: some of the classes, or some of all."""
+    y = images_and_labels()[1]
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(5))
-    mine = y * world // 10 == rank if by_class else order % world == rank
+    return y * world // 10 == rank if by_class else order % world == rank
+
+
+def own_part(rank, mine):
+    x, y = images_and_labels()
     data = TensorDataset(x[mine], y[mine])
     return DataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(rank))
 
@@ -90,12 +94,12 @@ TRAININGS = {
 }
 
 
-def train(rank, world, strategy, by_class=False, lr=0.1, warm=0):
+def train(rank, world, strategy, by_class=False, lr=0.1, warm=0, mine=None, batches=48):
     model = Digits(lr, warm)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        t = trainer(strategy, world, max_epochs=2, limit_train_batches=48, use_distributed_sampler=False)
-        t.fit(model, own_part(rank, world, by_class))
+        t = trainer(strategy, world, max_epochs=2, limit_train_batches=batches, use_distributed_sampler=False)
+        t.fit(model, own_part(rank, share(rank, world, by_class) if mine is None else mine))
     says = [str(w.message) for w in caught if "far apart" in str(w.message)]
     period = strategy._make.keywords["period"]
     x, y = images_and_labels()
@@ -131,16 +135,35 @@ def found():
     ],
 )
 def test_who_is_told(name, is_told):
-    (says, path, _), (others, _, _) = (rank[name] for rank in found())
-    assert len(says) == is_told, path
-    assert others == []
-    rule = FarApart()
-    assert any(rule.is_far(n, d) for n, d in enumerate(path)) == is_told  # what the metric shows is what is judged
-    for text in says:
-        assert "rounds of 8 steps" in text
-        assert "period=" in text
-        assert "strategy='overlap_local_sgd'" in text
-        assert "\n" not in text
+    for number, rank in enumerate(found()):
+        says, path, _ = rank[name]
+        assert len(says) == is_told, path
+        rule = FarApart()
+        assert any(rule.is_far(n, d) for n, d in enumerate(path)) == is_told  # what the metric shows is what is judged
+        for text in says:
+            assert f"that of rank {number} was" in text
+            assert "rounds of 8 steps" in text
+            assert "period=" in text
+            assert "strategy='overlap_local_sgd'" in text
+            assert "\n" not in text
+
+
+def odd_one_last(rank, world, is_odd):
+    """The last of four ranks has two classes for itself, or a share of all as the others have."""
+    y = images_and_labels()[1]
+    mine = share(rank, world, False)
+    if is_odd:
+        mine = y >= 8 if rank == world - 1 else (y < 8) & share(rank, world - 1, False)
+    return train(rank, world, CoCoDStrategy(8), mine=mine, batches=20)  # the last one has 22
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("is_odd", "told"), [(True, [3]), (False, [])])
+def test_the_rank_that_is_far_from_the_others_says_so_whichever_it_is(is_odd, told):
+    ranks = run_ranks(odd_one_last, 4, is_odd, init=False, timeout=120)
+    assert [rank for rank, (says, _, _) in enumerate(ranks) if says] == told, [path for _, path, _ in ranks]
+    for rank in told:
+        assert [f"that of rank {rank} was" in text for text in ranks[rank][0]] == [True]
 
 
 def test_growth_would_tell_nothing():
@@ -155,7 +178,7 @@ def pulled(rank, world):
 
 
 def test_where_replicas_are_pulled_already_it_says_what_else_there_is():
-    (says, path, _), _ = run_ranks(pulled, 2, init=False, timeout=60)
-    assert len(says) == 1, path
-    assert "raise pull" in says[0]
-    assert "strategy=" not in says[0]
+    for says, path, _ in run_ranks(pulled, 2, init=False, timeout=60):
+        assert len(says) == 1, path
+        assert "raise pull" in says[0]
+        assert "strategy=" not in says[0]

@@ -142,6 +142,9 @@ MORE = {
     "h=4": {**TWO_LEVELS, "intra_node": 4},
     "h=k": {**TWO_LEVELS, "intra_node": 6},
     "h=2 blocking": {**TWO_LEVELS, "algorithm": LocalSGD, "intra_node": 2},
+    "h=2 diloco": {**TWO_LEVELS, "algorithm": DiLoCo, "intra_node": 2},
+    "h=2 eager_diloco": {**TWO_LEVELS, "algorithm": EagerDiLoCo, "intra_node": 2},
+    "h=2 overlap_local_sgd": {**TWO_LEVELS, "algorithm": OverlapLocalSGD, "intra_node": 2},
     "h=1 waits": {**TWO_LEVELS, "intra_node": 1, "overlap": False},
     "h=1": {**TWO_LEVELS, "intra_node": 1},
     "h=2 waits": {**TWO_LEVELS, "intra_node": 2, "overlap": False},
@@ -223,26 +226,55 @@ def test_new_weights_hold_in_a_node_from_the_round_on_that_begins_next():
 # h > 1
 
 
-def two_levels(k, h, *, steps=STEPS, delay=True, at_the_end=True, off=0, reweigh=None):
-    """CoCoD (or Local SGD) with averages in pairs: x_i(t), array [t, i, :]. What must not match: without the average at
-    the end of a round, and with the others `off` by some steps. Gradients if h = 1."""
+def cocod(x, w, D=0.0):
+    """How a round of all workers ends: x, and what is kept until the next one does, D = A − S."""
+    x = x + D
+    return x, (w @ x - x,)
+
+
+def local_sgd(x, w):
+    return np.tile(w @ x, (4, 1)), ()
+
+
+def diloco(x, w, θ=X0, m=0.0, η=0.7, β=0.9):
+    Δ = w @ (θ - x)
+    m = β * m + Δ
+    θ = θ - η * (Δ + β * m)
+    return np.tile(θ, (4, 1)), (θ, m)
+
+
+def eager_diloco(x, w, θ=X0, m=0.0, late=0.0, η=0.7, β=0.9):
+    """A worker's own part weighs as much as its node."""
+    a = np.concatenate([np.full((len(V), 1), w[V].sum()) for V in PAIRS])
+    Δ = θ - x
+    G, late = a * Δ + late, w @ Δ - a * Δ
+    m = β * m + G
+    θ = θ - η * (G + β * m)
+    return θ, (θ, m, late)
+
+
+def overlap_local_sgd(x, w, z=X0, u=0.0, α=0.6, β=0.7):
+    x = (1 - α) * x + α * z
+    u = β * u + (x - z)
+    return x, (z + w @ u, u)
+
+
+def two_levels(k, h, *, steps=STEPS, ends=cocod, at_the_end=True, off=0, reweigh=None):
+    """Averages in pairs, and rounds of all that `ends` ends: x_i(t), array [t, i, :]. What must not match: without the
+    average at the end of a round, and with the others `off` by some steps. Gradients if h = 1."""
     w, new = normalised(UNEQUAL), normalised(UNEQUAL)  # of the round under way, and of the next
     x, m = np.tile(X0, (4, 1)), np.zeros((4, DIM))
 
     def in_pairs(rows, w):
         return np.concatenate([np.tile(normalised(w[V]) @ rows[V], (len(V), 1)) for V in PAIRS])
 
-    S, A, path = x, w @ x, []
+    kept, path = (), []
     for t in range(steps + 1):
         since = t % k or k
         if t and h > 1 and (since == k if at_the_end and since == k else (since + off) % h == 0 and since < k):
             x = in_pairs(x, w)
         if t and since == k:
-            if delay:
-                x = x + (A - S)
-                S, A = x, w @ x
-            else:
-                x = np.tile(w @ x, (4, 1))
+            x, kept = ends(x, w, *kept)
             w = new
         path.append(x)
         if reweigh and t in reweigh:
@@ -254,16 +286,25 @@ def two_levels(k, h, *, steps=STEPS, delay=True, at_the_end=True, off=0, reweigh
 
 
 @pytest.mark.parametrize(
-    ("name", "h", "delay"), [("h=2", 2, True), ("h=4", 4, True), ("h=k", 6, True), ("h=2 blocking", 2, 0)]
+    ("name", "h", "ends"),
+    [
+        ("h=2", 2, cocod),
+        ("h=4", 4, cocod),
+        ("h=k", 6, cocod),
+        ("h=2 blocking", 2, local_sgd),
+        ("h=2 diloco", 2, diloco),
+        ("h=2 eager_diloco", 2, eager_diloco),
+        ("h=2 overlap_local_sgd", 2, overlap_local_sgd),
+    ],
 )
-def test_parameters_are_averaged_in_a_node_every_h_steps_of_a_round_and_at_its_end(name, h, delay):
+def test_parameters_are_averaged_in_a_node_every_h_steps_of_a_round_and_at_its_end(name, h, ends):
     x = positions(four()[name])
-    assert distance(x, two_levels(6, h, delay=delay)) < TOL
+    assert distance(x, two_levels(6, h, ends=ends)) < TOL
     if h < 6:
-        assert distance(x, two_levels(6, h, delay=delay, off=1)) > 1e-3
-        assert distance(x, two_levels(6, 1, delay=delay)) > 1e-3
-    if delay:
-        assert distance(x, two_levels(6, h, at_the_end=False)) > 1e-3
+        assert distance(x, two_levels(6, h, ends=ends, off=1)) > 1e-3
+        assert distance(x, two_levels(6, 1, ends=ends)) > 1e-3
+    if ends not in (local_sgd, diloco):  # whose mean is that of all anyway
+        assert distance(x, two_levels(6, h, ends=ends, at_the_end=False)) > 1e-3
     for t in (0, 6, 12):
         assert bitwise(x[t, 0], x[t, 1])
         assert bitwise(x[t, 2], x[t, 3])

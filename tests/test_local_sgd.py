@@ -14,6 +14,7 @@ from test_cocod import (
     STEPS,
     TOL,
     X0,
+    AdamW,
     bitwise,
     branches,
     distance,
@@ -28,7 +29,7 @@ from test_cocod import (
     unequal,
 )
 
-from lightning_cocod import LocalSGD, PostLocalSGD
+from lightning_cocod import SSGD, LocalSGD, PostLocalSGD
 
 SIZES = [1, 2, 4]
 
@@ -45,9 +46,27 @@ def local_sgd(n, k, w, *, momentum=0.0, weight_decay=0.0, lag=0):
     return np.stack(path)
 
 
+def one_step_rounds_of(n, w, update, *, synchronous=False):
+    """x(t) where all average their parameters after every step, or, if it is `synchronous`, the gradients before it."""
+    x, path = X0, []
+    for _ in range(STEPS + 1):
+        path.append(x)
+        g = gradients(x, *problems(n))
+        x = w @ update(x, np.tile(w @ g, (n, 1)) if synchronous else g)
+    return np.stack(path)
+
+
+def clipped(x, g):
+    """A step of SGD along gradients that are at most 1 long."""
+    return x - LR * g * np.minimum(1, 1 / (np.linalg.norm(g, axis=1, keepdims=True) + 1e-6))
+
+
 CONFIGURATIONS = {
     "k1": {"period": 1, "sgd": HEAVY},
     "k1 unequal": {"period": 1, "unequal": True, "sgd": HEAVY},
+    "k1 adam": {"period": 1, "unequal": True, "adamw": {"weight_decay": 0.0}},
+    "k1 clipped": {"period": 1, "unequal": True, "clip_norm": 1.0},
+    "s-sgd adam": {"algorithm": SSGD, "unequal": True, "adamw": {"weight_decay": 0.0}},
     "k3": {"period": 3},
     "k3 unequal": {"period": 3, "unequal": True, "sgd": HEAVY},
     "k3 evaluated": {"period": 3, "unequal": True, "sgd": HEAVY, "evaluate": (0, 2, 3, 7)},
@@ -82,6 +101,18 @@ def test_period_one_is_synchronous_sgd(n, name):  # field report 14
     assert all(bitwise(x[:, 0], x[:, i]) for i in range(n))
     if n > 1:
         assert distance(x, paper(n, 1, w, **HEAVY)) > 1e-3  # with the delay it would be CoCoD
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("name", "update"), [("k1 adam", lambda: AdamW().step), ("k1 clipped", lambda: clipped)])
+def test_that_holds_only_where_a_step_is_linear_in_the_gradient(n, name, update):
+    """Not with Adam, nor where each worker clips its own gradient."""
+    x, w = positions(paths(n)[name]), unequal(n)
+    assert distance(x, one_step_rounds_of(n, w, update())[:, None]) < TOL
+    synchronous = one_step_rounds_of(n, w, update(), synchronous=True)[:, None]
+    assert distance(x, synchronous) < TOL if n == 1 else distance(x, synchronous) > 1e-3
+    if name == "k1 adam":
+        assert distance(positions(paths(n)["s-sgd adam"]), synchronous) < TOL
 
 
 @pytest.mark.parametrize("n", SIZES)

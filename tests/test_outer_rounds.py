@@ -15,6 +15,7 @@ from test_cocod import (
     STEPS,
     TOL,
     X0,
+    AdamW,
     bitwise,
     distance,
     gradients,
@@ -48,8 +49,14 @@ def inner(x, v, n, momentum, weight_decay, lr=LR):
     return x - lr * v, v
 
 
-def diloco(n, k, w, *, lr=0.7, beta=0.9, nesterov=True, momentum=0.0, weight_decay=0.0, lag=0, own=None):
-    """x_i(t), t = 0 … STEPS, before the forward of step t, and θ_i(t). `own` is None for the blocking DiLoCo, else a."""
+def diloco(
+    n, k, w, *, lr=0.7, beta=0.9, nesterov=True, momentum=0.0, weight_decay=0.0, lag=0, own=None, adamw=None, resets=False
+):
+    """x_i(t), t = 0 … STEPS, before the forward of step t, and θ_i(t). `own` is None for the blocking DiLoCo, else a.
+
+    The inner optimizer is SGD, or with options for it `adamw`. What must not match: `resets` its state at every merge.
+    """
+    adam = None if adamw is None else AdamW(**adamw)
     x, v = np.tile(X0, (n, 1)), np.zeros((n, DIM))
     θ, m, before, path, outer = x, np.zeros((n, DIM)), None, [], []
     for t in range(STEPS + 1):
@@ -65,9 +72,13 @@ def diloco(n, k, w, *, lr=0.7, beta=0.9, nesterov=True, momentum=0.0, weight_dec
             m = beta * m + G
             θ = θ - lr * (G + beta * m if nesterov else m)
             x = θ
+            adam = AdamW(**adamw) if resets else adam
         path.append(x)
         outer.append(θ)
-        x, v = inner(x, v, n, momentum, weight_decay)
+        if adam is None:
+            x, v = inner(x, v, n, momentum, weight_decay)
+        else:
+            x = adam.step(x, gradients(x, *problems(n)))
     return np.stack(path), np.stack(outer)
 
 
@@ -105,6 +116,7 @@ CONFIGURATIONS = {
     },
     "diloco resumed": {"algorithm": DiLoCo, "period": 3, **BOTH, **OUTER, "resume_at": 8},
     "diloco warm-up": {"algorithm": DiLoCo, "period": 3, "warmup_steps": 4, **BOTH},
+    "diloco adamw": {"algorithm": DiLoCo, "period": 3, "unequal": True, "adamw": {"weight_decay": 0.1}},
     "diloco of one": {"algorithm": DiLoCo, "period": 3, **BOTH, "outer_lr": 1.0, "outer_momentum": 0.0},
     "local sgd": {"algorithm": LocalSGD, "period": 3, **BOTH},
     "eager": {"algorithm": EagerDiLoCo, "period": 3},
@@ -180,6 +192,14 @@ def test_diloco_follows_its_equations(n, name, options):
         assert distance(x, diloco(n, 3, w, **{**options, **wrong})[0]) > 1e-3
     if n > 1:
         assert distance(x, diloco(n, 3, w[::-1] if "unequal" in CONFIGURATIONS[name] else unequal(n), **options)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_with_adamw_inside_as_in_the_paper_it_does_too_and_adamw_keeps_its_state(n):
+    x, inside = positions(paths(n)["diloco adamw"]), {"adamw": {"weight_decay": 0.1}}
+    assert distance(x, diloco(n, 3, unequal(n), **inside)[0]) < TOL
+    for wrong in ({"resets": True}, {"adamw": {"weight_decay": 0.0}}, {"adamw": None}, {"nesterov": False}):
+        assert distance(x, diloco(n, 3, unequal(n), **{**inside, **wrong})[0]) > 1e-3
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -30,6 +30,7 @@ from test_cocod import (
     synchronous,
     unequal,
 )
+from test_compressed_rounds import encoded
 from torch import nn
 
 from lightning_cocod import DiLoCo, StreamingDiLoCo
@@ -56,6 +57,20 @@ def ends_of(p, fragments, lengths, warmup=0):
     return steps
 
 
+def int4(p):
+    """C(p) of a block: the nearest seventh of the largest."""
+    p = p.astype(np.float32)
+    unit = np.abs(p).max(initial=1e-30) / np.float32(7)
+    return (np.round(p / unit) * unit).astype(np.float64)
+
+
+def e3m0(p):
+    """C(p) of a block: the nearest power of two, of the seven largest."""
+    with np.errstate(divide="ignore"):
+        powers = np.floor(np.log2(np.abs(p.astype(np.float32)) / 0.75))
+    return np.where(powers < powers.max(initial=-126) - 6, 0.0, np.sign(p) * 2.0**powers)
+
+
 def streaming(
     n,
     k,
@@ -72,10 +87,13 @@ def streaming(
     reweigh=None,
     at_once=False,
     from_x=False,
+    code=None,
+    forgets=False,
 ):
     """x_i(t) and θ(t), t = 0 … STEPS, before the forward of step t. `cut` is the fragment of each of the three parameters.
 
-    What must not match: `at_once` ends the rounds of all fragments together; `from_x` counts from the launch, not from θ.
+    With a `code` its values travel, and what it drops stays in θ − x_i. What must not match: `at_once` ends the rounds of
+    all fragments together; `from_x` counts from the launch, not from θ; `forgets` what was dropped.
     """
     lengths = k if callable(k) else lambda t: k
     fragments = max(cut)
@@ -85,10 +103,10 @@ def streaming(
     anchor = x.copy()
 
     def merge(p):
-        Δ, i = sent.pop(p)[1], rows[p - 1]
+        (_, Δ, e), i = sent.pop(p), rows[p - 1]
         m[i] = beta * m[i] + Δ
         θ[i] -= lr * (Δ + beta * m[i])
-        x[:, i] = keep * x[:, i] + (1 - keep) * θ[i]
+        x[:, i] = keep * x[:, i] + (1 - keep) * (θ[i] - e)
         anchor[:, i] = x[:, i]
 
     for t in range(STEPS + 1):
@@ -100,7 +118,9 @@ def streaming(
         for p in range(1, fragments + 1):
             if t > warmup and t in ends_of(fragments if at_once else p, fragments, lengths, warmup):
                 i = rows[p - 1]
-                sent[p] = t + delay, (reweigh(t) if reweigh else w) @ ((anchor if from_x else θ)[..., i] - x[:, i])
+                Δ, of = (anchor if from_x else θ)[..., i] - x[:, i], reweigh(t) if reweigh else w
+                c, mean = (Δ, of @ Δ) if code is None else encoded(Δ, of, code=code)
+                sent[p] = t + delay, mean, 0.0 if forgets else Δ - c
                 if delay == 0:
                     merge(p)
         path.append(x.copy())
@@ -216,6 +236,8 @@ CONFIGURATIONS = {
     "named": {"period": 4, "fragments": NAMED, "delay": 1, "keep": 0.3, **BOTH},
     "schedule": {**MANY, "period": {0: 3, 6: 5}},
     "warm-up": {**MANY, "warmup_steps": 4},
+    "int4": {**MANY, "fragments": 1, "compression": "int4"},
+    "e3m0": {**MANY, "compression": "e3m0"},
     **{f"rank {r} sleeps": {**MANY, "sleeper": r} for r in range(2)},
 }
 
@@ -274,6 +296,15 @@ def test_the_fragments_follow_the_equations(n, name):
     if n > 1:
         other = weights(name, n)[::-1] if CONFIGURATIONS[name].get("unequal") else unequal(n)
         assert distance(x, streaming(n, k, other, cut, **options)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("name", "cut", "code"), [("int4", [1, 1, 1], int4), ("e3m0", [1, 2, 3], e3m0)])
+def test_with_four_bits_for_a_value_they_follow_the_equations_with_what_was_dropped(n, name, cut, code):
+    x, options = positions(name, n), {"delay": 2, "keep": 0.3, **SMALL}
+    assert distance(x, streaming(n, 4, unequal(n), cut, **options, code=code)[0]) < 1e-6  # codes are float32
+    for other in ({"code": None}, {"code": code, "forgets": True}):
+        assert distance(x, streaming(n, 4, unequal(n), cut, **options, **other)[0]) > 1e-3, other
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -19,7 +19,9 @@ from lightning_cocod.algorithms.when import When
 class CO2(OuterRounds):
     r"""CO2 (Sun, Qin, Sun, Li, Li, Shen, Qiao, Zhong; ICLR 2024; arXiv 2401.16265).
 
-    All workers begin a round with the same θ. Its mean Δ̄ travels while the next round computes; ′ is the round before::
+    All workers begin a round with the same θ. Its mean Δ̄ travels while the next round computes; ′ is the round before. U is
+    the user's optimizer's update, g the gradient of worker i's own batch, w_j the weight of worker j; all weights sum to 1.
+    x, θ, v and Δ̄ have the shapes and the units of the parameters::
 
         every step:       x_i ← x_i + U(g(x_i))
         t = k, 2k, …:     wait(Δ̄′)
@@ -42,11 +44,11 @@ class CO2(OuterRounds):
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
-        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
-        outer_lr: η ≥ 0.
-        outer_momentum: 0 ≤ β < 1.
-        gap_penalty: Λ ≥ 1, for the staleness of the mean.
-        clip: φ > 0, the most that an element of v may be; no limit by default.
+        period: optimizer steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        outer_lr: η ≥ 0, a pure number.
+        outer_momentum: 0 ≤ β < 1, a pure number.
+        gap_penalty: Λ ≥ 1, for the staleness of the mean, a pure number.
+        clip: φ > 0, the most that an element of v may be, in the parameters' units; no limit by default.
         overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
         **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, …
 

@@ -18,8 +18,9 @@ from lightning_cocod.algorithms.when import When
 class DiLoCo(OuterRounds):
     r"""DiLoCo (Douillard et al.; 2023; arXiv 2311.08105).
 
-    All workers begin a round with the same θ and make k steps of the inner optimizer, the user's. β is the momentum and η
-    the rate of the outer one::
+    All workers begin a round with the same θ and make k steps of the inner optimizer, the user's. U is its update, g the
+    gradient of worker i's own batch, w_j the weight of worker j; all weights sum to 1. β is the momentum and η the rate of
+    the outer optimizer. x, θ, m and Δ̄ have the shapes and the units of the parameters::
 
         every step:       x_i ← x_i + U(g(x_i))
         t = k, 2k, …:     Δ̄ ← Σ_j w_j (θ − x_j)            # blocking
@@ -33,9 +34,9 @@ class DiLoCo(OuterRounds):
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters: the inner one.
-        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
-        outer_lr: η ≥ 0.
-        outer_momentum: 0 ≤ β < 1; 0 is an outer gradient descent.
+        period: optimizer steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        outer_lr: η ≥ 0, a pure number.
+        outer_momentum: 0 ≤ β < 1, a pure number; 0 is an outer gradient descent.
         **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
 
     Raises:

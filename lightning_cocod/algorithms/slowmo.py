@@ -17,7 +17,9 @@ from lightning_cocod.algorithms.when import When
 class SlowMo(OuterRounds):
     r"""Slow momentum (Wang, Tantia, Ballas, Rabbat; ICLR 2020; arXiv 1910.00643) over Local SGD.
 
-    x_0 is the model with which a round begins, γ the learning rate of the user's optimizer in it::
+    x_0 is the model with which a round begins, γ the learning rate of the user's optimizer in it. U is that optimizer's
+    update, g the gradient of worker i's own batch, w_j the weight of worker j; all weights sum to 1. x, x_0 and u have the
+    shapes of the parameters, and u their units over those of γ::
 
         every step:       x_i ← x_i + U(g(x_i))
         t = k, 2k, …:     x̄ ← Σ_j w_j x_j                    # blocking
@@ -32,9 +34,9 @@ class SlowMo(OuterRounds):
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
-        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
-        slow_lr: α ≥ 0.
-        slow_momentum: 0 ≤ β < 1.
+        period: optimizer steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        slow_lr: α ≥ 0, a pure number.
+        slow_momentum: 0 ≤ β < 1, a pure number.
         **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
 
     Raises:

@@ -19,7 +19,9 @@ class StreamingDiLoCo(OuterRounds):
     r"""Streaming DiLoCo (Douillard et al.; 2025; arXiv 2501.18512).
 
     As DiLoCo, but the parameters lie in P fragments of neighbouring layers, p = 1 … P, whose rounds of k steps end one after
-    the other; what they have found is merged τ steps later, and a replica keeps the part α of its own::
+    the other; what they have found is merged τ steps later, and a replica keeps the part α of its own. U is the inner
+    optimizer's update, g the gradient of worker i's own batch, w_j the weight of worker j; all weights sum to 1. β is the
+    momentum and η the rate of the outer optimizer. What has the index p has the shapes and the units of fragment p::
 
         every step:             x_i ← x_i + U(g(x_i))
         t = ⌈p k / P⌉ + n k:    Δ_i,p ← θ_p − x_i,p ;  Δ̄_p ← async Σ_j w_j Δ_j,p
@@ -38,13 +40,13 @@ class StreamingDiLoCo(OuterRounds):
     Args:
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters: the inner one.
-        period: local steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
+        period: optimizer steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         fragments: P, at most one for each module with parameters of its own, or for each fragment a list of names of modules
             (as in ``named_modules``; all in them belongs to it).
-        delay: 0 ≤ τ < k.
-        keep: 0 ≤ α < 1.
-        outer_lr: η ≥ 0.
-        outer_momentum: 0 ≤ β < 1.
+        delay: 0 ≤ τ < k, in optimizer steps.
+        keep: 0 ≤ α < 1, a pure number.
+        outer_lr: η ≥ 0, a pure number.
+        outer_momentum: 0 ≤ β < 1, a pure number.
         overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
         **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
 

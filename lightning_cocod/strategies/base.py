@@ -298,7 +298,7 @@ class AlgorithmStrategy(DDPStrategy):
             **self._nodes(self.num_processes),
         )
         refusals.scaler(self.precision_plugin, algorithm)
-        self._far_apart = FarApart() if self.global_rank == 0 else None
+        self._far_apart = FarApart()
         if self._proportional is not None:
             algorithm.deterministic = False
             self._proportional.install(self._replaced)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+import warnings
 
 from lightning_cocod.algorithms import Algorithm
 
@@ -13,7 +13,10 @@ IN_A_ROW = 2
 
 
 class FarApart:
-    """Reads the distance of this rank's replica in every message, and warns at most once."""
+    """Reads the distance of this rank's replica in every message, and warns at most once.
+
+    On every rank: one whose data is unlike all others' may be the only one that is far from the mean.
+    """
 
     def __init__(self) -> None:
         self._step: int | None = None  # at which the last message that was looked at has been launched
@@ -26,7 +29,7 @@ class FarApart:
             step, distance = measured
             if self.is_far(step, distance):
                 self._told = True
-                rank_zero_warn(_text(algorithm, step, distance))
+                warnings.warn(_text(algorithm, step, distance), stacklevel=2)
 
     def is_far(self, step: int, distance: float) -> bool:
         """Whether the replica is far from the mean, given its distance in the message that was launched at a step."""
@@ -38,8 +41,9 @@ class FarApart:
 
 def _text(algorithm: Algorithm, step: int, distance: float) -> str:
     far = (
-        f"The replicas are far apart: at step {step} that of rank 0 was {distance:.0%} of its norm from the mean, and more "
-        f"than {FAR:.0%} in the message before. Either the ranks see different data (shuffle it before it is split), or "
+        f"The replicas are far apart: at step {step} that of rank {algorithm.comm.rank} was {distance:.0%} of its norm from "
+        f"the mean, and more than {FAR:.0%} in the message before. Either the ranks see different data (shuffle it before "
+        "it is split), or "
     )
     if not algorithm.has_rounds:
         return (
