@@ -1,5 +1,6 @@
 """Two-way compression: what x has not been told of is in the residuals, whatever the codecs, skips and learning rates."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -25,12 +26,15 @@ from lightning_cocod.algorithms import (
 )
 from lightning_cocod.comm import MessageMismatch, NonFiniteMessage
 from lightning_cocod.comm.coded_shards import CodedPush
-from lightning_cocod.compression import FP16, QSGD, Identity, Int8, RandomK, ScaledSign, TernGrad, TopK
+from lightning_cocod.compression import CODECS, FP16, QSGD, Identity, Int8, RandomK, ScaledSign, TernGrad, TopK
 
 SIZES = [2, 4]
 STEPS, LIMIT, TOL = 12, 120.0, 1e-9
 RATES = [0.1, 0.1, 0.05, 0.0, 0.0, 0.2, 0.03, 0.1, 0.0, 0.07, 0.07, 0.1]
+UNRELATED = list(zip(RATES, [0.0, 0.07, 0.07, 0.2, 0.1, 0.0, 0.0, 0.03, 0.15, 0.01, 0.0, 0.05], strict=True))
+"""Of two groups, whose ratios have nothing to do with each other; each rests in steps in which the other one does not."""
 HEAVY = {"momentum": 0.9, "weight_decay": 0.01}
+NESTEROV = {**HEAVY, "nesterov": True}
 
 
 class Model(nn.Module):
@@ -88,8 +92,9 @@ def train(
     def run(start, stop):
         for t in range(start, stop):
             if rates is not None:
-                for group, factor in zip(optimizer.param_groups, (1.0, 0.5), strict=True):
-                    group["lr"] = factor * rates[t]
+                each = rates[t] if isinstance(rates[t], tuple) else (rates[t], 0.5 * rates[t])
+                for group, η in zip(optimizer.param_groups, each, strict=True):
+                    group["lr"] = η
             seen["η"].append(rates_of(model, optimizer))
             seen["x"].append(flat(model.parameters()))
             optimizer.zero_grad()
@@ -135,20 +140,30 @@ def weights(n, unequal):
     return w / w.sum()
 
 
-def error(runs, unequal=False, weigh=None):
-    """How far x(t) − η (ẽ(t) + Σ w e) is from x(0) − Σ_τ η Σ w g; ranks have the same x bit for bit."""
+def d(run, momentum=0.0, weight_decay=0.0, nesterov=False):
+    """What SGD makes of a worker's gradients, all steps: weight decay, then momentum."""
+    m, made = 0, []
+    for g, x in zip(run["g"], run["x"], strict=False):  # x has the end as well
+        g = g + weight_decay * x
+        m = momentum * m + g
+        made.append(g + momentum * m if nesterov else m)
+    return np.stack(made)
+
+
+def error(runs, unequal=False, weigh=None, sgd=None):
+    """How far x(t) − η (ẽ(t) + Σ w e) is from x(0) − Σ_τ η Σ w d; ranks have the same x bit for bit."""
     w = weights(len(runs), unequal) if weigh is None else weigh
     first, x = runs[0], runs[0]["x"]
     for run in runs[1:]:
         assert np.array_equal(run["x"], x)
         assert np.array_equal(run["ẽ"], first["ẽ"])
-    e, g = (np.tensordot(w, np.stack([run[name] for run in runs]), 1) for name in "eg")
+    e, fed = (np.tensordot(w, np.stack(all_), 1) for all_ in ([r["e"] for r in runs], [d(r, **(sgd or {})) for r in runs]))
     η = first["η"]
     last = np.zeros_like(η)  # the last that was not 0, of each parameter
     for t in range(len(η)):
         last[t] = np.where(η[t] > 0, η[t], last[t - 1] if t else 0)
     virtual = x[1:] - last * (first["ẽ"] + e)
-    return np.abs(virtual - (x[0] - np.cumsum(η * g, 0))).max()
+    return np.abs(virtual - (x[0] - np.cumsum(η * fed, 0))).max()
 
 
 def quiet_bucket(step, bucket, values):
@@ -181,6 +196,10 @@ CONFIGURATIONS = {
     "topk skipped randomly": {**CODED["topk up"], **SKIPS["randomly"], "rates": RATES, "unequal": True},
     "threshold skipped while small": {**CODED["threshold"], **SKIPS["while small"], "rates": RATES},
     "accumulated": {"twice": 3, "rates": RATES},
+    "heavy": {**CODED["topk up"], "rates": RATES, "sgd": HEAVY, "unequal": True},
+    "nesterov": {**CODED["qsgd"], **SKIPS["randomly"], "rates": RATES, "sgd": NESTEROV, "unequal": True},
+    "unrelated rates": {**CODED["topk up"], "rates": UNRELATED, "unequal": True},
+    "unrelated rates, skipped": {**SKIPS["randomly"], "rates": UNRELATED, "sgd": HEAVY, "unequal": True},
     "dist_ef": {"algorithm": DistEFSGD, "rates": RATES},
     "flex": {"algorithm": FlexCompressSGD, "rates": RATES},
     "half": {"algorithm": DistEFSGD, "dtype": torch.bfloat16},
@@ -208,11 +227,67 @@ def runs(n):
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != "half"])
 def test_nothing_is_lost(n, name):
-    found, unequal = runs(n)[name], CONFIGURATIONS[name].get("unequal", False)
-    assert error(found, unequal) < TOL
-    if "identity" not in name:
+    unequal, sgd = (CONFIGURATIONS[name].get(option) for option in ("unequal", "sgd"))
+    check(runs(n)[name], unequal, sgd, lossless="identity" in name)
+
+
+def check(found, unequal=False, sgd=None, *, lossless=False):
+    """The identity holds, and could be missed."""
+    assert error(found, unequal, sgd=sgd) < TOL
+    if not lossless:
         assert max(np.abs(run["e"]).max() for run in found) > 1e-4  # there is something that could have been lost
-        assert error(found, weigh=weights(n, not unequal)) > 1e-6
+        assert error(found, weigh=weights(len(found), not unequal), sgd=sgd) > 1e-6
+
+
+def every_codec(rank, n):
+    """In both directions, with random skips in both."""
+    made = {name: codec() for name, codec in CODECS.items()}
+    skips = {**SKIPS["randomly"], "rates": RATES, "unequal": True}
+    return {name: train(rank, n, compression=c, server_compression=c, **skips)[0] for name, c in made.items()}
+
+
+@functools.cache
+def runs_of_codecs():
+    return run_ranks(every_codec, 2, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_nothing_is_lost_whatever_the_codec(codec):
+    check([rank[codec] for rank in runs_of_codecs()], unequal=True)
+
+
+def with_momentum_after(rank, n, sgd):
+    """The negative control: error feedback is of gradients, and the optimizer has its momentum in the step of the answer."""
+
+    def value(self, number):
+        group = self.optimizer.param_groups[self.group_of[number]]
+        options = {"momentum": group["momentum"], "nesterov": group["nesterov"]}
+        group.update(momentum=0, nesterov=False)
+        made = genuine[0](self, number)
+        group.update(options)
+        return made
+
+    @contextlib.contextmanager
+    def plain(self):
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0
+        yield
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+    server = two_way.TwoWay
+    genuine = server.value, server.plain
+    server.value, server.plain = value, plain
+    try:
+        return train(rank, n, **CODED["topk up"], sgd=sgd)[0]
+    finally:
+        server.value, server.plain = genuine
+
+
+@pytest.mark.parametrize("sgd", [HEAVY, NESTEROV], ids=str)
+def test_momentum_after_error_feedback_would_lose_something(sgd):
+    assert error(run_ranks(with_momentum_after, 2, sgd, timeout=LIMIT), sgd=sgd) > 1e-3
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -338,6 +413,58 @@ def test_what_is_left_out_costs_nothing_but_its_header(n):
         assert moved["half"] - moved["never"] == push // 2
         assert moved["asked"] - moved["never"] == STEPS * (n - 1) * len(codes)
         assert both - moved["always"] == push  # the server's answer is as long
+
+
+NORMS = [(4.0, 1.0), (1.0, 2.0), (1.0, 4.0), (1.0, 8.0), (2.0, 5.0), (0.5, 1.0), (0.5, 0.0), (9.0, 9.0)]
+"""Of the gradients of two buckets, in steps that follow each other; gradients of a bucket point in one direction."""
+
+
+def while_small(fraction):
+    """Which buckets are sent when, of what adds up."""
+    last, kept, sent = [0.0, 0.0], [0.0, 0.0], []
+    for norms in NORMS:
+        kept = [before + now for before, now in zip(kept, norms, strict=True)]
+        sent.append([now >= fraction * before for now, before in zip(kept, last, strict=True)])
+        last = [now if sends else before for now, before, sends in zip(kept, last, sent[-1], strict=True)]
+        kept = [0.0 if sends else now for now, sends in zip(kept, sent[-1], strict=True)]
+    return sent
+
+
+def test_a_bucket_is_kept_while_its_norm_is_small_beside_that_of_the_last_one_sent():
+    rule = WhileSmall(0.75)
+    direction = torch.full((4,), 0.5)  # of norm 1
+    asked = [(0, 4.0), (1, 1.0), (0, 2.9), (1, 0.74), (0, 3.0), (0, 2.24), (1, 0.75), (1, 0.5), (1, 9.0), (0, 2.25)]
+    kept = [rule(0, 0, bucket, size * direction) for bucket, size in asked]
+    assert kept == [False, False, True, True, False, True, False, True, False, False]
+    with_other = WhileSmall(0.75)
+    with_other.load_state_dict(rule.state_dict())
+    assert with_other(0, 0, 0, 1.6 * direction)
+    assert not WhileSmall(0.75)(0, 0, 0, 1.6 * direction)
+
+
+def bytes_while_small(rank, n):
+    """How many buckets' codes a worker sends by the rule, and how many bytes there are beside; and in which steps."""
+    two_way.BUCKET_BYTES = 2 << 20
+    moved = []
+    for skip in (1.0, WhileSmall(0.75)):
+        parameters = [nn.Parameter(torch.zeros(64)) for _ in range(2)]  # of a group each: a bucket each, the last one first
+        optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], 0.1)
+        options = {"compression": Identity(), "worker_skip": skip, "server_skip": 1.0}
+        with CompSkipDSGD(nn.ParameterList(parameters), optimizer, overlap=False, **options) as algo:
+            for norms in NORMS:
+                for p, size in zip(parameters, norms, strict=True):
+                    p.grad = torch.full_like(p, size / 8)
+                algo.step()
+            moved.append(algo.metrics()["comm/sent_bytes"])
+    return moved[1] - moved[0]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_bucket_that_is_kept_while_it_is_small_costs_a_byte(n):
+    sent = sum(map(sum, while_small(0.75)))
+    assert 4 < sent < 2 * len(NORMS) - 2  # some are kept, some are not
+    for moved in run_ranks(bytes_while_small, n, timeout=LIMIT):
+        assert moved == (n - 1) * (2 * len(NORMS) + sent * Identity().nbytes(64 // n))
 
 
 # How gradients set out

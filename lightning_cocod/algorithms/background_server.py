@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.elementwise import twin
+from lightning_cocod.algorithms.outgoing import copy_alike
 from lightning_cocod.algorithms.server import Server
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.norms import norm
@@ -124,11 +125,14 @@ class BackgroundServer(Server):
         return {"W": [W.clone() for W in self.W], "P": [p.clone() for p in self.P] if self.pulled else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue."""
+        """Continue.
+
+        Raises:
+            ValueError: its buckets are of other sizes.
+        """
         self.arrived(counted=False)
         self.rest()
-        for W, value in zip(self.W, state["W"], strict=True):
-            W.copy_(value)
+        copy_alike(self.W, state["W"])
         self.pulled = state["P"] is not None
         self.P = [p.to(self.comm.device, copy=True) for p in state["P"] or []]
 

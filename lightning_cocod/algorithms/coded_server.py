@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.background_server import BackgroundServer
+from lightning_cocod.algorithms.outgoing import copy_alike
 from lightning_cocod.algorithms.skipping import Never, Sending
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import summed_in
@@ -81,5 +82,4 @@ class CodedServer(BackgroundServer):
         """Continue."""
         super().load_state_dict(state)
         self.steps = state["steps"]
-        for flat, value in zip(self.e.buckets, state["e"], strict=True):
-            flat.copy_(value)
+        copy_alike(self.e.buckets, state["e"])

@@ -160,13 +160,19 @@ class DistEFSGD(Pushing):
     # What is kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Adds the residuals, of this worker and of its shard."""
+        """Adds the residuals, of this worker and of its shard, and whose they are."""
         self.after_backward()
-        return {**super().state_dict(), "servers": [server.state_dict() for server in self._of(None)]}
+        servers = [server.state_dict() for server in self._of(None)]
+        return {**super().state_dict(), "served": self.served(), "servers": servers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the residuals."""
+        """Continue with the residuals, each parameter with its own. Collective.
+
+        Raises:
+            ValueError: the state of another number of workers, or of other parameters.
+        """
         super().load_state_dict(state)
+        self.serve_as(state["served"])
         for server, of_server in zip(self._of(None), state["servers"], strict=True):
             server.load_state_dict(of_server)
 

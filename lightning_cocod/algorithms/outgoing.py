@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,10 @@ from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import Buffer, Layout, in_memory_order, in_the_order_of, is_dense
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.shards import Rows
+
+Served = tuple[int, int, str, tuple[int, ...], tuple[int, ...] | None]
+"""A parameter, and where in the buckets its values lie: number among the optimizers' members, parameter group, dtype, shape,
+strides. A plain tuple, as it is part of checkpoints."""
 
 
 class Outgoing:
@@ -88,6 +92,11 @@ class Outgoing:
         """Those that are not in here."""
         return set(trainable([self.optimizer])).difference(self.x)
 
+    def served(self, numbers: Mapping[nn.Parameter, int]) -> list[Served]:
+        """x as it lies in the buckets: the same with two servers whose shards hold the same elements."""
+        each = enumerate(zip(self.x, self.group_of, strict=True))
+        return [(numbers[p], group, str(p.dtype), *self.layout.form(number)) for number, (p, group) in each]
+
     # A step
 
     def begin(self, subject: Subject) -> None:
@@ -146,3 +155,15 @@ class Outgoing:
         counts[list(self._absent)] = 0
         self.comm.mean_([counts], 1.0, subject).wait()
         return [count > 0 for count in counts.tolist()]
+
+
+def copy_alike(mine: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Buckets or shards of a state into those here.
+
+    Raises:
+        ValueError: they are of other sizes.
+    """
+    if [t.shape for t in mine] != [t.shape for t in values]:
+        raise ValueError("a state's buckets are cut otherwise than here: continue with the version that has saved it")
+    for tensor, value in zip(mine, values, strict=True):
+        tensor.copy_(value)

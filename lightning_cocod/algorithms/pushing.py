@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_cocod.algorithms.base import Algorithm
 from lightning_cocod.algorithms.gradients import trainable
 from lightning_cocod.algorithms.options import flag
-from lightning_cocod.algorithms.outgoing import Outgoing
+from lightning_cocod.algorithms.outgoing import Outgoing, Served
 from lightning_cocod.algorithms.when import as_when
 
 
@@ -142,6 +143,38 @@ class Pushing(Algorithm, ABC):
     def put_back_states(self) -> None:
         """The optimizers get what servers keep of theirs. Collective."""
 
+    def served(self) -> list[list[Served]]:
+        """Whose values lie where in the buckets of each server: part of a state that holds buckets or shards."""
+        numbers = {p: number for number, p in enumerate(self._members())}
+        return [server.served(numbers) for server in self._of(None)]
+
+    def serve_as(self, served: Sequence[Sequence[Served]]) -> None:
+        """Servers of the parameters that a state is of, whichever the optimizers move now. Collective.
+
+        From then on all is as if these had been frozen and thawed in one run: what joins is served from the next step on.
+
+        Raises:
+            ValueError: a parameter is not what it is in the state.
+        """
+        if self.served() == served:
+            return
+        members, theirs = self._members(), {number for of_server in served for number, *_ in of_server}
+        before = [p.requires_grad for p in members]
+        for number, p in enumerate(members):
+            p.requires_grad_(number in theirs)
+        try:
+            Pushing._renew(self)  # nothing is carried over: all of it is about to be loaded
+        finally:
+            for p, moves in zip(members, before, strict=True):
+                p.requires_grad_(moves)
+        for mine, of_server in zip(self.served(), served, strict=True):
+            for here, there in zip_longest(mine, of_server):
+                if here != there:
+                    raise ValueError(
+                        f"the state is of {_described(there)}, and here is {_described(here)} in its place: continue with "
+                        "the same model and the same parameter groups"
+                    )
+
     def _of(self, optimizer: Optimizer | None) -> list[Any]:
         """The server of an optimizer, or all."""
         return [server for opt, server in self.servers.items() if optimizer is None or opt is optimizer]
@@ -162,3 +195,10 @@ class Pushing(Algorithm, ABC):
         """There is none, but whether x is finite is asked where there is one. A push that has begun must not keep others."""
         self.after_backward()
         return None if self.comm.world_size == 1 else lambda: None
+
+
+def _described(served: Served | None) -> str:
+    if served is None:
+        return "no parameter"
+    number, group, dtype, shape, strides = served
+    return f"parameter {number} (group {group}, {dtype}, shape {shape}, strides {strides})"

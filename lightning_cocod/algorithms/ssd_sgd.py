@@ -196,12 +196,18 @@ class SSDSGD(SSGD):
     def state_dict(self) -> dict[str, Any]:
         """Adds this worker's shard of W, what has been pulled and is not used yet, and the local update's memory."""
         numbers = {p: number for number, p in enumerate(self._members())}
-        served = [server.state_dict() for server in self._of(None)]
-        return {**super().state_dict(), "servers": served, "local_update": self.local_update.state_dict(numbers)}
+        servers = [server.state_dict() for server in self._of(None)]
+        local_update = self.local_update.state_dict(numbers)
+        return {**super().state_dict(), "served": self.served(), "servers": servers, "local_update": local_update}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the server was, and with what was pulled."""
+        """Continue where the server was, and with what was pulled. Collective.
+
+        Raises:
+            ValueError: the state of another number of workers, or of other parameters.
+        """
         super().load_state_dict(state)
+        self.serve_as(state["served"])
         for server, of_server in zip(self._of(None), state["servers"], strict=True):
             server.load_state_dict(of_server)
         self.local_update.load_state_dict(state["local_update"], self._members())

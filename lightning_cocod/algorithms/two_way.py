@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_cocod.algorithms.outgoing import Outgoing
+from lightning_cocod.algorithms.outgoing import Outgoing, copy_alike
 from lightning_cocod.algorithms.skipping import SERVER, Sending, Skip
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import in_memory_order, in_the_order_of, summed_in
@@ -230,22 +230,13 @@ class TwoWay(Outgoing):
         """Continue.
 
         Raises:
-            ValueError: it is the state of other parameters.
+            ValueError: its buckets are of other sizes.
         """
-        for name, mine in (("e", self.g.buckets), ("ẽ", self.E)):
-            self._copy(mine, state[name])
+        copy_alike(self.g.buckets, state["e"])
+        copy_alike(self.E, state["ẽ"])
         for sending, remembered in zip((self.up, self.down), state["skips"], strict=True):
             sending.rule.load_state_dict(remembered)
         self.η_before, self.steps = list(state["η"]), state["steps"]
-
-    def _copy(self, mine: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        if [t.shape for t in mine] != [t.shape for t in values]:
-            raise ValueError(
-                "residuals are those of other parameters than the optimizer moves now: freeze and thaw as in the run that "
-                "is continued, before it goes on"
-            )
-        for tensor, value in zip(mine, values, strict=True):
-            tensor.copy_(value)
 
 
 def _version(gradient: Tensor | None) -> int:

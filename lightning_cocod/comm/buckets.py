@@ -153,6 +153,10 @@ class Layout:
         """Of the values in a bucket."""
         return self._kinds[bucket]
 
+    def form(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Shape of a tensor, and the strides that decide its order in memory; None if it has gaps."""
+        return self._forms[index]
+
     def matrix(self, index: int) -> tuple[int, int]:
         """Rows and columns of a tensor as it lies in memory, row by row; one row if it has gaps or only one dimension.
 

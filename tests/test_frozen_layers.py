@@ -1,0 +1,147 @@
+"""Residuals and shards that are loaded are given by parameter, whichever parameters the optimizer moves by then."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+
+from lightning_cocod.algorithms import CDSGD, SSDSGD, DistEFSGD, server, two_way
+from lightning_cocod.algorithms.pushing import Pushing
+from lightning_cocod.compression import TopK
+
+LIMIT = 120.0
+ALGORITHMS = {
+    "dist_ef_sgd": (DistEFSGD, {"compression": TopK(ratio=0.2)}),
+    "cd_sgd": (CDSGD, {"compression": TopK(ratio=0.2), "compress_steps": 1000}),
+    "ssd_sgd": (SSDSGD, {"period": 1, "local_update": "sgd"}),
+}
+PHASES = {  # which layers are trained in each, three steps long; the run is interrupted after the first one
+    "the other one": [(0,), (1,), (1,)],
+    "one more": [(0,), (0, 1), (0, 1)],
+    "one less": [(0, 1), (0,), (0, 1)],
+    "the same": [(1,), (1,), (0, 1)],
+}
+
+
+def only(model, layers):
+    """These are trained."""
+    for layer, part in enumerate(model):
+        part.requires_grad_(layer in layers)
+
+
+def fresh(name, layers=(0, 1), shape=(5, 5)):
+    """Two layers that are alike, so that nothing but its number tells a parameter from another."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(*shape, bias=False) for _ in range(2)]).double()
+    only(model, layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    algorithm, options = ALGORITHMS[name]
+    return model, optimizer, algorithm(model, optimizer, **options)
+
+
+def train(made, rank, phases, first):
+    model, optimizer, algo = made
+    for number, layers in enumerate(phases, first):
+        only(model, layers)
+        for t in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * rank + 10 * number + t), dtype=torch.float64)
+            model[1](torch.tanh(model[0](x)) + x).square().mean().backward()
+            algo.step()
+
+
+def end(made):
+    """x of both layers, once what is in flight has arrived."""
+    model, _, algo = made
+    with algo.consensus():
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def interrupted(rank, name, phases, *, by_parameter=True):
+    made = fresh(name, phases[0])
+    with made[2]:
+        train(made, rank, phases[:1], 0)
+        saved = copy.deepcopy([part.state_dict() for part in made])
+    made = fresh(name, phases[1])
+    genuine = Pushing.serve_as
+    if not by_parameter:
+        Pushing.serve_as = lambda self, served: None
+    try:
+        with made[2]:
+            for part, state in zip(made, saved, strict=True):
+                part.load_state_dict(state)
+            train(made, rank, phases[1:], 1)
+            return end(made)
+    finally:
+        Pushing.serve_as = genuine
+
+
+def continued(rank, n, name):
+    found = {}
+    for what, phases in PHASES.items():
+        made = fresh(name, phases[0])
+        with made[2]:
+            train(made, rank, phases, 0)
+            found[what] = end(made), interrupted(rank, name, phases)
+    phases = PHASES["the other one"]
+    found["control"] = found["the other one"][0], interrupted(rank, name, phases, by_parameter=False)
+    return found
+
+
+@functools.cache
+def runs(name):
+    return run_ranks(continued, 2, name, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("what", PHASES)
+def test_a_restart_with_other_layers_frozen_is_the_run_in_which_they_freeze_and_thaw(name, what):
+    for rank in runs(name):
+        assert torch.equal(*rank[what])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_by_place_in_the_buckets_a_layer_would_get_what_is_another_ones(name):
+    """The negative control: shapes alone tell nothing."""
+    for rank in runs(name):
+        uninterrupted, by_place = rank["control"]
+        assert (uninterrupted - by_place).abs().max() > 1e-4
+
+
+def refused(rank, n, name):
+    made = fresh(name)
+    with made[2]:
+        state = copy.deepcopy(made[2].state_dict())
+    made = fresh(name, shape=(5, 4))
+    with made[2], pytest.raises(ValueError, match="continue with the same model and the same parameter groups") as error:
+        made[2].load_state_dict(state)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_parameters_that_are_not_those_of_the_state_are_refused_by_number_in_one_line(name):
+    for message in run_ranks(refused, 2, name, timeout=LIMIT):
+        assert "parameter 1 (group 0, torch.float64, shape (5, 5), strides (5, 1))" in message
+        assert "shape (4, 5)" in message
+        assert "\n" not in message
+
+
+def cut_otherwise(rank, n, name):
+    made = fresh(name)
+    with made[2]:
+        state = copy.deepcopy(made[2].state_dict())
+    before, two_way.BUCKET_BYTES, server.BUCKET_BYTES = two_way.BUCKET_BYTES, 64, 64
+    made = fresh(name)
+    try:
+        with made[2], pytest.raises(ValueError, match="a state's buckets are cut otherwise than here"):
+            made[2].load_state_dict(state)
+    finally:
+        two_way.BUCKET_BYTES = server.BUCKET_BYTES = before
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_buckets_of_another_size_are_refused(name):
+    run_ranks(cut_otherwise, 2, name, timeout=LIMIT)
