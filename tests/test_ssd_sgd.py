@@ -1,6 +1,7 @@
 """SSD-SGD against its equations, worker by worker and on the server. The quadratics are those of test_cocod."""
 
 import functools
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -26,20 +27,39 @@ from test_cocod import unequal as unequal_weights
 
 from lightning_cocod.algorithms import SSDSGD, SSGD
 from lightning_cocod.algorithms.local_update import DCASGD, GLU, Scales
+from lightning_cocod.algorithms.when import When
 
 SIZES = [2, 4]
 
 
-def ssd_sgd(n, k, *, w=None, warm_up=0, local="glu", α=2.0, β=0.5, paper=False, momentum=0.0, weight_decay=0.0, fault=None):
-    """x_i(t) and W(t), t = 0 … STEPS.
+def ssd_sgd(
+    n,
+    k,
+    *,
+    w=None,
+    synchronous=(),
+    local="glu",
+    α=2.0,
+    β=0.5,
+    m=0.0,
+    every_step=False,
+    paper=False,
+    momentum=0.0,
+    weight_decay=0.0,
+    fault=None,
+):
+    """x_i(t) and W(t), t = 0 … STEPS. k is a number or a schedule; `synchronous` are the steps of S-SGD.
 
     What must not match: `fault` "early" uses a pull in the step that launches it, "late" a step later, "stale pull" leaves
-    out the last push, "pre first" refreshes pre before the local update, "ĝ at once" reads it off before a pull.
+    out the last push, "pre first" refreshes pre before the local update, "ĝ at once" reads it off before a pull, "round's k"
+    divides by the length of the round that begins with it, "pull kept" has a base that is older than a synchronous step.
     """
     w = normalised(np.ones(n) if w is None else w)
     H, b = problems(n)
     W, v, x = X0, 0 * X0, np.tile(X0, (n, 1))
     pre, before, pulled, P, moved, path, server = X0, x, None, None, False, [], []
+    ends, length, since, span, MS = 0, None, 0, None, 0  # the round; steps since the pull, and those before it
+    schedule = k if isinstance(k, dict) else {0: k}
     lr, s = (n * LR, 1 / n) if paper else (LR, 1.0)
     for t in range(STEPS + 1):
         path.append(x)
@@ -48,35 +68,61 @@ def ssd_sgd(n, k, *, w=None, warm_up=0, local="glu", α=2.0, β=0.5, paper=False
         older = W
         v = momentum * v + w @ g + weight_decay * W
         W = W - LR * v
-        if t < warm_up:
-            x, pre, before, moved = np.tile(W, (n, 1)), W, np.tile(W, (n, 1)), False
+        since += 1
+        if t in synchronous:
+            x, pre, before, moved, since, MS = np.tile(W, (n, 1)), W, np.tile(W, (n, 1)), False, 0, 0
+            pulled = pulled if fault == "pull kept" else None
             continue
-        due = (t - warm_up) % k == k - 1
+        if t >= ends:
+            length = schedule[max(begin for begin in schedule if begin <= t)]
+            ends = t + length
+        due = t + 1 >= ends
         if fault == "early" and due:
-            pulled = W
+            pulled, span = W, since
         base = x if pulled is None else np.tile(pulled, (n, 1))
         moved = moved or pulled is not None or fault == "ĝ at once"
         if pulled is not None and fault == "pre first":
             pre = pulled
         if local == "glu":
-            ĝ = ((1 - lr * weight_decay) * pre - base) / (k * lr) if moved else 0
+            steps = length if pulled is None or fault == "round's k" else span
+            ĝ = ((1 - lr * weight_decay) * pre - base) / (steps * lr) if moved else 0
             d = α * s * g + weight_decay * base + β * ĝ
         elif local == "sgd":
             d = s * g + weight_decay * base
         else:
-            λ = 0.04 if local == "dc_asgd" else 2 / np.sqrt(g * g + 1e-7)
+            MS = m * MS + (1 - m) * g * g + 1e-7
+            λ = 0.04 if local == "dc_asgd" else 2 / np.sqrt(MS)
             d = s * (g + λ * g * g * (base - before)) + weight_decay * base
-        if pulled is not None:
-            pre = pulled
+        if every_step or pulled is not None:
+            pre = base
         before, x = base, base - lr * d
         pulled, P = (P, None) if fault == "late" else (None, None)
         if due:
-            arrived = older if fault == "stale pull" else W
+            arrived, span, since = older if fault == "stale pull" else W, since, 0
             pulled, P = (pulled, arrived) if fault == "late" else (None if fault == "early" else arrived, None)
     return np.stack(path), np.stack(server)
 
 
+class Interrupted(When):
+    """Rounds of 3 with a synchronous step where a pull has just been launched, and one in the midst of a round."""
+
+    def period(self, step):
+        return 3
+
+    def synchronous(self, step):
+        return step in (3, 5)
+
+
+class Older(SSDSGD):
+    """Its states do not say how many steps a pull spans."""
+
+    def state_dict(self):
+        state = super().state_dict()
+        return {**state, "servers": [{"W": of_server["W"], "P": of_server["P"]} for of_server in state["servers"]]}
+
+
 ALL_STEPS = tuple(range(STEPS))
+M = {"local_update": DCASGD(λ=2.0, adaptive=True, m=0.9)}
 CONFIGURATIONS = {
     "k1": {"period": 1},
     "k3": {"period": 3},
@@ -86,18 +132,30 @@ CONFIGURATIONS = {
     "k3 sgd": {"period": 3, "sgd": HEAVY, "local_update": "sgd"},
     "k3 dc_asgd": {"period": 3, "sgd": HEAVY, "local_update": "dc_asgd"},
     "k1 dc_asgd_a": {"period": 1, "sgd": HEAVY, "local_update": "dc_asgd_a"},
+    "k3 m": {"period": 3, "sgd": HEAVY, **M},
+    "warm-up m": {"period": 3, "sgd": HEAVY, "warmup_steps": 4, **M},
+    "k3 every step": {"period": 3, "sgd": HEAVY, "pre_refresh": "every_step"},
+    "schedule": {"period": {0: 1, 4: 4, 9: 2}, "sgd": HEAVY},
+    "warm-up schedule": {"period": {0: 4, 4: 2}, "sgd": HEAVY, "warmup_steps": 2},
+    "interrupted": {"period": Interrupted(), "sgd": HEAVY},
     "all warm-up": {"period": 3, "sgd": HEAVY, "warmup_steps": STEPS + 1, "unequal": True},
 }
 HOW = {
     "k1": {"k": 1},
     "k3": {"k": 3},
     "k3 heavy": {"k": 3, **HEAVY},
-    "k3 warm-up": {"k": 3, **HEAVY, "warm_up": 4},
+    "k3 warm-up": {"k": 3, **HEAVY, "synchronous": range(4)},
     "k3 paper": {"k": 3, "weight_decay": 0.01, "paper": True},
     "k3 sgd": {"k": 3, **HEAVY, "local": "sgd"},
     "k3 dc_asgd": {"k": 3, **HEAVY, "local": "dc_asgd"},
     "k1 dc_asgd_a": {"k": 1, **HEAVY, "local": "dc_asgd_a"},
-    "all warm-up": {"k": 3, **HEAVY, "warm_up": STEPS + 1},
+    "k3 m": {"k": 3, **HEAVY, "local": "dc_asgd_a", "m": 0.9},
+    "warm-up m": {"k": 3, **HEAVY, "local": "dc_asgd_a", "m": 0.9, "synchronous": range(4)},
+    "k3 every step": {"k": 3, **HEAVY, "every_step": True},
+    "schedule": {"k": {0: 1, 4: 4, 9: 2}, **HEAVY},
+    "warm-up schedule": {"k": {0: 4, 4: 2}, **HEAVY, "synchronous": range(2)},
+    "interrupted": {"k": 3, **HEAVY, "synchronous": (3, 5)},
+    "all warm-up": {"k": 3, **HEAVY, "synchronous": range(STEPS + 1)},
 }
 OTHERS = {
     "k3 heavy waiting": {**CONFIGURATIONS["k3 heavy"], "overlap": False},
@@ -105,12 +163,22 @@ OTHERS = {
     **{f"k3 heavy resumed at {t}": {**CONFIGURATIONS["k3 heavy"], "resume_at": t} for t in (1, 3, 4, 5)},
     "k3 dc_asgd resumed at 5": {**CONFIGURATIONS["k3 dc_asgd"], "resume_at": 5},
     "k3 dc_asgd undisturbed": CONFIGURATIONS["k3 dc_asgd"],
+    "k3 m undisturbed": CONFIGURATIONS["k3 m"],
+    "k3 m resumed at 5": {**CONFIGURATIONS["k3 m"], "resume_at": 5},
+    "schedule undisturbed": CONFIGURATIONS["schedule"],
+    **{f"schedule resumed at {t}": {**CONFIGURATIONS["schedule"], "resume_at": t} for t in (4, 6, 8)},
+    **{
+        f"schedule resumed at {t} from an older state": {**CONFIGURATIONS["schedule"], "resume_at": t, "algorithm": Older}
+        for t in (4, 6)
+    },
+    "interrupted undisturbed": CONFIGURATIONS["interrupted"],
+    "interrupted resumed at 7": {**CONFIGURATIONS["interrupted"], "resume_at": 7},
 }
 
 
 def all_paths(rank, n):
     watched = {name: {**options, "algorithm": SSDSGD, "evaluate": ALL_STEPS} for name, options in CONFIGURATIONS.items()}
-    others = {name: {**options, "algorithm": SSDSGD} for name, options in OTHERS.items()}
+    others = {name: {"algorithm": SSDSGD, **options} for name, options in OTHERS.items()}
     synchronous = {"s-sgd": {"algorithm": SSGD, "sgd": HEAVY, "unequal": True}}
     return paths_of(rank, n, {**watched, **others, **synchronous})
 
@@ -137,10 +205,20 @@ def test_workers_and_server_follow_the_equations(n, name):
         assert distance(path.end, W[-1]) < TOL
     if "all" not in name:
         faults = ["early", "late", "stale pull", *(["pre first", "ĝ at once"] if HOW[name].get("local") is None else [])]
+        faults += ["round's k"] if name in ("schedule", "warm-up schedule", "interrupted") else []
+        faults += ["pull kept"] if name == "interrupted" else []
         for fault in faults:
             if fault == "ĝ at once" and not HOW[name].get("weight_decay"):
                 continue  # nothing to read off then
+            if fault == "pre first" and HOW[name].get("every_step"):
+                continue  # pre is another
             assert distance(positions(paths(n)[name])[:-1], ssd_sgd(n, w=w, **HOW[name], fault=fault)[0][:-1]) > 1e-4, fault
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_options_that_change_little_are_not_left_out(n):
+    for name, options in (("k3 every step", {"every_step": False}), ("k3 m", {"m": 0.0})):
+        assert distance(positions(paths(n)[name])[:-1], ssd_sgd(n, **{**HOW[name], **options})[0][:-1]) > 1e-3
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -152,12 +230,65 @@ def test_a_warm_up_is_s_sgd_bit_for_bit(n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_waiting_resuming_and_evaluating_change_no_bit(n):
-    for kind in ("k3 heavy", "k3 dc_asgd"):
+    for kind in ("k3 heavy", "k3 dc_asgd", "k3 m", "schedule", "interrupted"):
         undisturbed = paths(n)[f"{kind} undisturbed"]
         for name in paths(n):
             if name.startswith(f"{kind} ") or name == kind:
                 found, first = paths(n)[name], OTHERS.get(name, {}).get("resume_at", 0)
                 assert bitwise(positions(found), positions(undisturbed)[first * (len(positions(found)) <= STEPS) :]), name
+
+
+# However long a round is, gradients of 1 are read off as 1
+
+
+class Seen(GLU):
+    """Notes what it reads off a pull, k, and how many steps the round has that begins."""
+
+    notes: ClassVar[list] = []
+
+    def step(self, p, b, g, scales, *, pulled):
+        super().step(p, b, g, scales, pulled=pulled)
+        if pulled:
+            self.notes.append((((b - p.detach()) / scales.lr).tolist(), scales.k, self.rounds.length))
+
+
+def read_off(rank, n, period, event, warmup_steps=0):
+    """What has been seen in 14 steps, after five of which something happens."""
+    Seen.notes.clear()
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+    optimizers = [torch.optim.SGD([p], 0.125) for p in model]
+    update = Seen(α=0.0, β=1.0)
+    with SSDSGD(model, optimizers, period, local_update=update, warmup_steps=warmup_steps) as algo:
+        algo.local_update.rounds = algo.rounds
+        for t in range(14):
+            if t == 5 and event == "rewritten":
+                with algo.rewriting():
+                    pass
+            if t == 5 and event == "joined":
+                model.append(torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+                optimizers[0].add_param_group({"params": [model[2]]})
+            for optimizer in optimizers if event != "every other" or t % 2 == 0 else optimizers[:1]:
+                optimizer.zero_grad()
+                sum(p.sum() for p in model).backward()
+                algo.before_step(optimizer)
+                algo.step(optimizer.step)
+            algo.after_step()
+    return list(Seen.notes)
+
+
+def all_read_off(rank, n):
+    longer, shorter = {0: 1, 4: 4}, {0: 4, 4: 1}
+    cases = [(longer, ""), (shorter, ""), (shorter, "", 2), (3, "rewritten"), (3, "joined"), (3, "every other")]
+    return {str(case): read_off(rank, n, *case) for case in cases}
+
+
+def test_a_constant_gradient_is_read_off_as_it_is_whatever_happens_to_rounds():
+    for rank in run_ranks(all_read_off, 2, timeout=LIMIT):
+        for case, notes in rank.items():
+            assert len(notes) > 4
+            for ĝ, _, _ in notes:
+                assert ĝ == pytest.approx([1.0] * len(ĝ), abs=1e-12), case
+            assert any(k != length for _, k, length in notes) == (case != "(3, 'rewritten')")  # another divisor would not do
 
 
 # Exact tests 2 to 4 and 7: what it comes to
