@@ -20,12 +20,14 @@ from test_cocod import (
     normalised,
     paths_of,
     positions,
+    problem,
     problems,
+    quadratic,
 )
 from test_cocod import synchronous as ssgd
 from test_cocod import unequal as unequal_weights
 
-from lightning_cocod.algorithms import SSDSGD, SSGD
+from lightning_cocod.algorithms import ODSGD, SSDSGD, SSGD
 from lightning_cocod.algorithms.local_update import DCASGD, GLU, Scales
 from lightning_cocod.algorithms.when import When
 
@@ -46,13 +48,17 @@ def ssd_sgd(
     paper=False,
     momentum=0.0,
     weight_decay=0.0,
+    lr=LR,
+    clip=None,
     fault=None,
 ):
-    """x_i(t) and W(t), t = 0 … STEPS. k is a number or a schedule; `synchronous` are the steps of S-SGD.
+    """x_i(t) and W(t), t = 0 … STEPS. k is a number or a schedule; `synchronous` are the steps of S-SGD. lr and weight_decay
+    are numbers or have one for each element.
 
     What must not match: `fault` "early" uses a pull in the step that launches it, "late" a step later, "stale pull" leaves
     out the last push, "pre first" refreshes pre before the local update, "ĝ at once" reads it off before a pull, "round's k"
-    divides by the length of the round that begins with it, "pull kept" has a base that is older than a synchronous step.
+    divides by the length of the round that begins with it, "pull kept" has a base that is older than a synchronous step,
+    "local only" and "server only" clip one of the two gradients, "first group" has the first element's options locally.
     """
     w = normalised(np.ones(n) if w is None else w)
     H, b = problems(n)
@@ -60,14 +66,19 @@ def ssd_sgd(
     pre, before, pulled, P, moved, path, server = X0, x, None, None, False, [], []
     ends, length, since, span, MS = 0, None, 0, None, 0  # the round; steps since the pull, and those before it
     schedule = k if isinstance(k, dict) else {0: k}
-    lr, s = (n * LR, 1 / n) if paper else (LR, 1.0)
+    server_lr, wd = lr, weight_decay
+    lr, s = (n * lr, 1 / n) if paper else (lr, 1.0)
+    if fault == "first group":
+        lr, wd = lr[0], wd[0]
     for t in range(STEPS + 1):
         path.append(x)
         server.append(W)
         g = gradients(x, H, b)
         older = W
-        v = momentum * v + w @ g + weight_decay * W
-        W = W - LR * v
+        mean = w @ g
+        v = momentum * v + (mean if fault == "local only" else clipped(mean, clip)) + weight_decay * W
+        W = W - server_lr * v
+        g = g if fault == "server only" else clipped(g, clip)
         since += 1
         if t in synchronous:
             x, pre, before, moved, since, MS = np.tile(W, (n, 1)), W, np.tile(W, (n, 1)), False, 0, 0
@@ -85,14 +96,14 @@ def ssd_sgd(
             pre = pulled
         if local == "glu":
             steps = length if pulled is None or fault == "round's k" else span
-            ĝ = ((1 - lr * weight_decay) * pre - base) / (steps * lr) if moved else 0
-            d = α * s * g + weight_decay * base + β * ĝ
+            ĝ = ((1 - lr * wd) * pre - base) / (steps * lr) if moved else 0
+            d = α * s * g + wd * base + β * ĝ
         elif local == "sgd":
-            d = s * g + weight_decay * base
+            d = s * g + wd * base
         else:
             MS = m * MS + (1 - m) * g * g + 1e-7
             λ = 0.04 if local == "dc_asgd" else 2 / np.sqrt(MS)
-            d = s * (g + λ * g * g * (base - before)) + weight_decay * base
+            d = s * (g + λ * g * g * (base - before)) + wd * base
         if every_step or pulled is not None:
             pre = base
         before, x = base, base - lr * d
@@ -101,6 +112,28 @@ def ssd_sgd(
             arrived, span, since = older if fault == "stale pull" else W, since, 0
             pulled, P = (pulled, arrived) if fault == "late" else (None if fault == "early" else arrived, None)
     return np.stack(path), np.stack(server)
+
+
+CLIP = 0.5
+
+
+def clipped(g, how):
+    """Rows of gradients, or one, as torch clips them."""
+    if how == "norm":
+        return g * np.minimum(1, CLIP / (np.linalg.norm(g, axis=-1, keepdims=True) + 1e-6))
+    return np.clip(g, -CLIP, CLIP) if how == "value" else g
+
+
+def clipping(algorithm, how):
+    """An algorithm that clips where a user does."""
+
+    class Clipping(algorithm):
+        def before_step(self, optimizer=None):
+            super().before_step(optimizer)
+            for opt in self.optimizers:
+                (self.clip_grad_norm_ if how == "norm" else self.clip_grad_value_)(opt, CLIP)
+
+    return Clipping
 
 
 class Interrupted(When):
@@ -171,22 +204,46 @@ OTHERS = {
         f"schedule resumed at {t} from an older state": {**CONFIGURATIONS["schedule"], "resume_at": t, "algorithm": Older}
         for t in (4, 6)
     },
+    "od_sgd": {"algorithm": ODSGD, "sgd": HEAVY},
+    "k1 dc_asgd": {**CONFIGURATIONS["k1 dc_asgd_a"], "local_update": "dc_asgd"},
     "interrupted undisturbed": CONFIGURATIONS["interrupted"],
     "interrupted resumed at 7": {**CONFIGURATIONS["interrupted"], "resume_at": 7},
 }
 
 
-def all_paths(rank, n):
+CLIPPED = {
+    f"{name} {how}": {**CONFIGURATIONS[of], "algorithm": clipping(algorithm, how)}
+    for how in ("norm", "value")
+    for name, of, algorithm in (("ssd", "k3 warm-up", SSDSGD), ("ssd unequal", "k3 heavy", SSDSGD))
+} | {f"od {how}": {"sgd": HEAVY, "algorithm": clipping(ODSGD, how)} for how in ("norm", "value")}
+CLIPPED_HOW = {"ssd": HOW["k3 warm-up"], "ssd unequal": HOW["k3 heavy"], "od": HOW["k1 dc_asgd_a"]}
+
+
+def watched_paths(rank, n):
     watched = {name: {**options, "algorithm": SSDSGD, "evaluate": ALL_STEPS} for name, options in CONFIGURATIONS.items()}
+    return paths_of(rank, n, watched)
+
+
+def other_paths(rank, n):
     others = {name: {"algorithm": SSDSGD, **options} for name, options in OTHERS.items()}
     synchronous = {"s-sgd": {"algorithm": SSGD, "sgd": HEAVY, "unequal": True}}
-    return paths_of(rank, n, {**watched, **others, **synchronous})
+    return paths_of(rank, n, {**others, **synchronous})
 
 
 @functools.cache
 def paths(n):
-    ranks = run_ranks(all_paths, n, timeout=LIMIT)
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    launches = [run_ranks(some, n, timeout=LIMIT) for some in (watched_paths, other_paths)]
+    return {name: [rank[name] for rank in ranks] for ranks in launches for name in ranks[0]}
+
+
+def all_clipped(rank, n):
+    return paths_of(rank, n, {name: {**options, "evaluate": ALL_STEPS} for name, options in CLIPPED.items()})
+
+
+@functools.cache
+def clipped_paths(n):
+    ranks = run_ranks(all_clipped, n, timeout=LIMIT)
+    return {name: [rank[name] for rank in ranks] for name in CLIPPED}
 
 
 def servers(ranks):
@@ -213,6 +270,58 @@ def test_workers_and_server_follow_the_equations(n, name):
             if fault == "pre first" and HOW[name].get("every_step"):
                 continue  # pre is another
             assert distance(positions(paths(n)[name])[:-1], ssd_sgd(n, w=w, **HOW[name], fault=fault)[0][:-1]) > 1e-4, fault
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_is_done_to_the_mean_and_to_the_own_gradient(n, name):
+    kind, how = name.rsplit(" ", 1)
+    equations = functools.partial(ssd_sgd, n, w=unequal_weights(n) if "unequal" in name else None, **CLIPPED_HOW[kind])
+    ranks, (x, W) = clipped_paths(n)[name], equations(clip=how)
+    assert distance(positions(ranks)[:-1], x[:-1]) < 1e-6  # a norm has the precision of float32
+    assert distance(servers(ranks), W[:-1, None]) < 1e-6
+    for fault in ("local only", "server only"):
+        assert distance(servers(ranks), equations(clip=how, fault=fault)[1][:-1, None]) > 1e-3, fault
+
+
+TWO_GROUPS = {"lr": np.repeat([LR, LR / 4], [2, 3]), "weight_decay": np.repeat([0.01, 0.3], [2, 3])}
+
+
+def in_two_groups(rank, n, **options):
+    """x before every step: one problem, whose elements are two parameters, in a group each."""
+    H, b = map(torch.tensor, problem(rank))
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.tensor(part)) for part in (X0[:2], X0[2:]))
+    groups = [{"params": [p], **{key: float(of[3 * i]) for key, of in TWO_GROUPS.items()}} for i, p in enumerate(model)]
+    optimizer, path = torch.optim.SGD(groups, momentum=0.9), []
+    with SSDSGD(model, optimizer, **options) as algo:
+        for _ in range(STEPS):
+            x = torch.cat(list(model))
+            path.append(x.detach().numpy().copy())
+            optimizer.zero_grad()
+            (0.5 * (x - b) @ H @ (x - b)).backward()
+            algo.step()
+    return np.stack(path)
+
+
+def all_in_two_groups(rank, n):
+    return {local: in_two_groups(rank, n, period=3, local_update=local) for local in ("glu", "dc_asgd")}
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_every_group_has_its_own_rate_and_weight_decay_in_the_local_update_too(n):
+    ranks = run_ranks(all_in_two_groups, n, timeout=LIMIT)
+    for local in ranks[0]:
+        equations = functools.partial(ssd_sgd, n, 3, local=local, momentum=0.9)
+        found = np.stack([rank[local] for rank in ranks], axis=1)
+        assert distance(found, equations(**TWO_GROUPS)[0][:-1]) < TOL
+        assert distance(found, equations(**TWO_GROUPS, fault="first group")[0][:-1]) > 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_with_a_pull_every_step_and_the_update_of_dc_asgd_a_it_is_od_sgd(n):
+    ssd, od, other = (paths(n)[name] for name in ("k1 dc_asgd_a", "od_sgd", "k1 dc_asgd"))
+    assert bitwise(positions(ssd), positions(od))
+    assert distance(positions(od), positions(other)) > 1e-3
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -294,12 +403,12 @@ def test_a_constant_gradient_is_read_off_as_it_is_whatever_happens_to_rounds():
 # Exact tests 2 to 4 and 7: what it comes to
 
 
-def same_batches(rank, n, k, weight_decay):
-    """α = 1, β = 0: a network whose workers have the same batches. Theirs and the server's parameters, step by step."""
+def same_batches(k, weight_decay, β=0.0, seed=0):
+    """α = 1: a network whose workers have the same batches, if the seed is. Their x and W, step by step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.05, weight_decay=weight_decay)
-    data, x, W = torch.Generator().manual_seed(0), [], []
+    data, x, W = torch.Generator().manual_seed(seed), [], []
 
     def flat():
         return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -314,7 +423,7 @@ def same_batches(rank, n, k, weight_decay):
                 W.append(flat())
 
     if k:
-        with SSDSGD(model, optimizer, period=k, local_update=GLU(α=1.0, β=0.0)) as algo:
+        with SSDSGD(model, optimizer, period=k, local_update=GLU(α=1.0, β=β)) as algo:
             train(algo.step, algo.consensus)
     else:
         with SSGD(model, optimizer) as algo:
@@ -323,17 +432,24 @@ def same_batches(rank, n, k, weight_decay):
 
 
 def all_same_batches(rank, n):
-    return [same_batches(rank, n, k, weight_decay) for weight_decay in (0.0, 0.01) for k in (0, 1, 4)]
+    exact = [same_batches(k, weight_decay) for weight_decay in (0.0, 0.01) for k in (0, 1, 4)]
+    own = [same_batches(k, 0.0, seed=rank) for k in (0, 1, 4)]
+    return exact, own, [same_batches(k, 0.0, β=0.5) for k in (1, 4)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_with_identical_batches_it_is_sgd_exactly(n):
-    for rank in run_ranks(all_same_batches, n, timeout=LIMIT):
+    for exact, (synchronous, *own), with_global in run_ranks(all_same_batches, n, timeout=LIMIT):
         for first in (0, 3):
-            plain = rank[first][0]
-            for x, W in rank[first + 1 : first + 3]:
+            plain = exact[first][0]
+            for x, W in exact[first + 1 : first + 3]:
                 assert torch.equal(x, plain)
                 assert torch.equal(W, plain)
+        if n > 1:  # one worker trains plainly whatever it is told
+            for plain, others in ((synchronous[0], own), (exact[0][0], with_global)):
+                for x, W in others:
+                    assert (x - plain).abs().max() > 1e-3
+                    assert (W - plain).abs().max() > 1e-5  # in float32, whose rounding is far less
 
 
 @pytest.mark.parametrize(("k", "weight_decay"), [(1, 0.0), (1, 0.1), (5, 0.0)])
@@ -364,19 +480,21 @@ def test_without_pulls_workers_are_alone_and_the_server_follows_the_mean_gradien
 
     x, _ = ssd_sgd(n, 1000, local="sgd")
     assert distance(x, alone()) < TOL
-    ranks = run_ranks(never_pulled, n, timeout=LIMIT)
-    assert distance(positions(ranks)[:-1], alone()[:-1]) < TOL
     W = X0 - LR * np.cumsum(gradients_along(alone(), n), axis=0)
-    assert distance(servers(ranks)[1:], W[: STEPS - 1, None]) < TOL
+    never, at_last = zip(*run_ranks(hardly_ever_pulled, n, timeout=LIMIT), strict=True)
+    assert distance(positions(never)[:-1], alone()[:-1]) < TOL
+    assert distance(servers(never)[1:], W[: STEPS - 1, None]) < TOL
+    assert distance(positions(at_last)[:-1], alone()[:-1]) > 1e-3
+    assert distance(servers(at_last)[1:], W[: STEPS - 1, None]) > 1e-3
 
 
 def gradients_along(x, n):
     return np.stack([normalised(np.ones(n)) @ gradients(at, *problems(n)) for at in x])
 
 
-def never_pulled(rank, n):
-    options = {"period": 1000, "local_update": "sgd", "algorithm": SSDSGD, "evaluate": ALL_STEPS}
-    return paths_of(rank, n, {"alone": options})["alone"]
+def hardly_ever_pulled(rank, n):
+    options = {"local_update": "sgd", "algorithm": SSDSGD, "evaluate": ALL_STEPS}
+    return [quadratic(rank, n, period=k, **options) for k in (1000, STEPS - 4)]
 
 
 # What is refused
