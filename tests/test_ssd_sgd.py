@@ -469,6 +469,16 @@ def test_what_is_read_off_the_movement_of_a_server_without_momentum_is_the_mean_
     assert torch.equal(update.before[p], W)  # pre is the pull, from now on
 
 
+@pytest.mark.parametrize("update", [GLU(), DCASGD()])
+def test_the_base_of_a_step_with_a_rate_of_zero_is_known_later(update):
+    p, P = torch.nn.Parameter(torch.zeros(3)), torch.ones(3)
+    update.begin([p])
+    assert torch.equal(update.before[p], torch.zeros(3))
+    update.step(p, P, torch.ones(3), Scales(0.0, 1.0, 0.1, 1), pulled=True)
+    assert torch.equal(p, P)
+    assert torch.equal(update.before[p], P)
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_without_pulls_workers_are_alone_and_the_server_follows_the_mean_gradient(n):
     def alone():

@@ -60,13 +60,13 @@ class LocalUpdate(ABC):
             scales: of the parameter's group.
             pulled: whether the base has just been pulled.
         """
-        if not scales.lr:
-            p.copy_(b)
-            return
         if pulled:
             self.moved.add(p)
         base = b.clone() if self.keeps(pulled) else None
-        torch.add(b, self.direction(p, b, g, scales), alpha=-scales.lr, out=p.detach())
+        if scales.lr:
+            torch.add(b, self.direction(p, b, g, scales), alpha=-scales.lr, out=p.detach())
+        else:  # nothing can be read off a movement
+            p.copy_(b)
         if base is not None:
             self.before[p] = base
 
