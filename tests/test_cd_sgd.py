@@ -8,7 +8,7 @@ import torch
 from support.ranks import run_ranks
 from test_cocod import HEAVY, LIMIT, LR, STEPS, TOL, X0, distance, gradients, normalised, paths_of, positions, problems
 from test_cocod import unequal as unequal_weights
-from test_ssd_sgd import servers
+from test_ssd_sgd import clipped, clipping, servers
 
 from lightning_cocod.algorithms import CDSGD, ODSGD
 from lightning_cocod.compression import TernGrad, Threshold
@@ -22,8 +22,10 @@ def threshold(p):
     return θ * (p >= θ) - θ * (p <= -θ)
 
 
-def cd_sgd(n, c, *, w=None, warm_up=0, momentum=0.0, weight_decay=0.0, fault=None):
-    """x_i(t), W(t) and e_i(t). `fault` "whole with e" adds the residual to what travels as it is, "no e" has none."""
+def cd_sgd(n, c, *, w=None, warm_up=0, momentum=0.0, weight_decay=0.0, clip=None, fault=None):
+    """x_i(t) and W(t). `fault` "whole with e" adds the residual to what travels as it is, "no e" has none, and "local only"
+    does not clip the mean.
+    """
     w = normalised(np.ones(n) if w is None else w)
     H, b = problems(n)
     W, v, x, e, P = X0, 0 * X0, np.tile(X0, (n, 1)), np.zeros((n, len(X0))), None
@@ -39,7 +41,9 @@ def cd_sgd(n, c, *, w=None, warm_up=0, momentum=0.0, weight_decay=0.0, fault=Non
             p = g + e
             sent = threshold(p)
             e = 0 * p if fault == "no e" else p - sent
-        v = momentum * v + w @ sent + weight_decay * W
+        mean = w @ sent if fault == "local only" else clipped(w @ sent, clip)
+        v = momentum * v + mean + weight_decay * W
+        g = clipped(g, clip)
         W = W - LR * v
         if t < warm_up:
             x = np.tile(W, (n, 1))
@@ -66,11 +70,14 @@ OTHERS = {
     "waiting": {**CONFIGURATIONS["c3 heavy"], "overlap": False},
     **{f"resumed at {t}": {**CONFIGURATIONS["c3 heavy"], "resume_at": t} for t in (1, 3, 5)},
     "always whole": {"compress_steps": 1, "sgd": HEAVY},
+    "every other whole": {"compress_steps": 2, "sgd": HEAVY},
 }
+CLIPPED = {how: {**CONFIGURATIONS["c3 heavy"], "algorithm": clipping(CDSGD, how)} for how in ("norm", "value")}
 
 
 def all_paths(rank, n):
-    watched = {name: {**options, "algorithm": CDSGD, "evaluate": ALL_STEPS} for name, options in CONFIGURATIONS.items()}
+    configurations = {**CONFIGURATIONS, **CLIPPED}
+    watched = {name: {"algorithm": CDSGD, "evaluate": ALL_STEPS, **options} for name, options in configurations.items()}
     others = {name: {**options, "algorithm": CDSGD} for name, options in OTHERS.items()}
     od_sgd = {"od_sgd": {"algorithm": ODSGD, "local_update": "sgd", "sgd": HEAVY}}
     return paths_of(rank, n, {**watched, **others, **od_sgd})
@@ -96,14 +103,26 @@ def test_workers_and_server_follow_the_equations(n, name):
 
 
 @pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("how", CLIPPED)
+def test_the_mean_of_codes_is_clipped_and_the_own_gradient_once_it_is_coded(n, how):
+    equations = functools.partial(cd_sgd, n, w=unequal_weights(n), clip=how, **HOW["c3 heavy"])
+    x, W = equations()
+    assert distance(positions(paths(n)[how])[:-1], x[:-1]) < 1e-6  # a norm has the precision of float32
+    assert distance(servers(paths(n)[how]), W[:-1, None]) < 1e-6
+    assert distance(servers(paths(n)[how]), equations(fault="local only")[1][:-1, None]) > 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
 def test_with_every_step_whole_it_is_od_sgd(n):
     for cd, od in zip(paths(n)["always whole"], paths(n)["od_sgd"], strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(cd.x, od.x, strict=True))
         assert np.array_equal(cd.end, od.end)
+    coded = paths(n)["every other whole"]
+    assert distance(positions(coded), positions(paths(n)["od_sgd"])) > 1e-3
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("other", [name for name in OTHERS if name not in ("undisturbed", "always whole")])
+@pytest.mark.parametrize("other", [name for name in OTHERS if "whole" not in name and name != "undisturbed"])
 def test_overlap_and_a_restart_change_nothing(n, other):
     for a, b in zip(paths(n)["undisturbed"], paths(n)[other], strict=True):
         assert np.array_equal(a.x[-1], b.x[-1])

@@ -1,6 +1,7 @@
 """SSD-SGD against its equations, worker by worker and on the server. The quadratics are those of test_cocod."""
 
 import functools
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,64 +20,134 @@ from test_cocod import (
     normalised,
     paths_of,
     positions,
+    problem,
     problems,
+    quadratic,
 )
 from test_cocod import synchronous as ssgd
 from test_cocod import unequal as unequal_weights
 
-from lightning_cocod.algorithms import SSDSGD, SSGD
+from lightning_cocod.algorithms import ODSGD, SSDSGD, SSGD
 from lightning_cocod.algorithms.local_update import DCASGD, GLU, Scales
+from lightning_cocod.algorithms.when import When
 
 SIZES = [2, 4]
 
 
-def ssd_sgd(n, k, *, w=None, warm_up=0, local="glu", α=2.0, β=0.5, paper=False, momentum=0.0, weight_decay=0.0, fault=None):
-    """x_i(t) and W(t), t = 0 … STEPS.
+def ssd_sgd(
+    n,
+    k,
+    *,
+    w=None,
+    synchronous=(),
+    local="glu",
+    α=2.0,
+    β=0.5,
+    m=0.0,
+    every_step=False,
+    paper=False,
+    momentum=0.0,
+    weight_decay=0.0,
+    lr=LR,
+    clip=None,
+    fault=None,
+):
+    """x_i(t) and W(t), t = 0 … STEPS. k is a number or a schedule; `synchronous` are the steps of S-SGD. lr and weight_decay
+    are numbers or have one for each element.
 
     What must not match: `fault` "early" uses a pull in the step that launches it, "late" a step later, "stale pull" leaves
-    out the last push, "pre first" refreshes pre before the local update, "ĝ at once" reads it off before a pull.
+    out the last push, "pre first" refreshes pre before the local update, "ĝ at once" reads it off before a pull, "round's k"
+    divides by the length of the round that begins with it, "pull kept" has a base that is older than a synchronous step,
+    "local only" and "server only" clip one of the two gradients, "first group" has the first element's options locally.
     """
     w = normalised(np.ones(n) if w is None else w)
     H, b = problems(n)
     W, v, x = X0, 0 * X0, np.tile(X0, (n, 1))
     pre, before, pulled, P, moved, path, server = X0, x, None, None, False, [], []
-    lr, s = (n * LR, 1 / n) if paper else (LR, 1.0)
+    ends, length, since, span, MS = 0, None, 0, None, 0  # the round; steps since the pull, and those before it
+    schedule = k if isinstance(k, dict) else {0: k}
+    server_lr, wd = lr, weight_decay
+    lr, s = (n * lr, 1 / n) if paper else (lr, 1.0)
+    if fault == "first group":
+        lr, wd = lr[0], wd[0]
     for t in range(STEPS + 1):
         path.append(x)
         server.append(W)
         g = gradients(x, H, b)
         older = W
-        v = momentum * v + w @ g + weight_decay * W
-        W = W - LR * v
-        if t < warm_up:
-            x, pre, before, moved = np.tile(W, (n, 1)), W, np.tile(W, (n, 1)), False
+        mean = w @ g
+        v = momentum * v + (mean if fault == "local only" else clipped(mean, clip)) + weight_decay * W
+        W = W - server_lr * v
+        g = g if fault == "server only" else clipped(g, clip)
+        since += 1
+        if t in synchronous:
+            x, pre, before, moved, since, MS = np.tile(W, (n, 1)), W, np.tile(W, (n, 1)), False, 0, 0
+            pulled = pulled if fault == "pull kept" else None
             continue
-        due = (t - warm_up) % k == k - 1
+        if t >= ends:
+            length = schedule[max(begin for begin in schedule if begin <= t)]
+            ends = t + length
+        due = t + 1 >= ends
         if fault == "early" and due:
-            pulled = W
+            pulled, span = W, since
         base = x if pulled is None else np.tile(pulled, (n, 1))
         moved = moved or pulled is not None or fault == "ĝ at once"
         if pulled is not None and fault == "pre first":
             pre = pulled
         if local == "glu":
-            ĝ = ((1 - lr * weight_decay) * pre - base) / (k * lr) if moved else 0
-            d = α * s * g + weight_decay * base + β * ĝ
+            steps = length if pulled is None or fault == "round's k" else span
+            ĝ = ((1 - lr * wd) * pre - base) / (steps * lr) if moved else 0
+            d = α * s * g + wd * base + β * ĝ
         elif local == "sgd":
-            d = s * g + weight_decay * base
+            d = s * g + wd * base
         else:
-            λ = 0.04 if local == "dc_asgd" else 2 / np.sqrt(g * g + 1e-7)
-            d = s * (g + λ * g * g * (base - before)) + weight_decay * base
-        if pulled is not None:
-            pre = pulled
+            MS = m * MS + (1 - m) * g * g + 1e-7
+            λ = 0.04 if local == "dc_asgd" else 2 / np.sqrt(MS)
+            d = s * (g + λ * g * g * (base - before)) + wd * base
+        if every_step or pulled is not None:
+            pre = base
         before, x = base, base - lr * d
         pulled, P = (P, None) if fault == "late" else (None, None)
         if due:
-            arrived = older if fault == "stale pull" else W
+            arrived, span, since = older if fault == "stale pull" else W, since, 0
             pulled, P = (pulled, arrived) if fault == "late" else (None if fault == "early" else arrived, None)
     return np.stack(path), np.stack(server)
 
 
+CLIP = 0.5
+
+
+def clipped(g, how):
+    """Rows of gradients, or one, as torch clips them."""
+    if how == "norm":
+        return g * np.minimum(1, CLIP / (np.linalg.norm(g, axis=-1, keepdims=True) + 1e-6))
+    return np.clip(g, -CLIP, CLIP) if how == "value" else g
+
+
+def clipping(algorithm, how):
+    """An algorithm that clips where a user does."""
+
+    class Clipping(algorithm):
+        def before_step(self, optimizer=None):
+            super().before_step(optimizer)
+            for opt in self.optimizers:
+                (self.clip_grad_norm_ if how == "norm" else self.clip_grad_value_)(opt, CLIP)
+
+    return Clipping
+
+
+class Interrupted(When):
+    """Rounds of 3 with a synchronous step where a pull has just been launched, and one in the midst of a round."""
+
+    def period(self, step):
+        return 3
+
+    def synchronous(self, step):
+        return step in (3, 5)
+
+
 ALL_STEPS = tuple(range(STEPS))
+M = {"local_update": DCASGD(λ=2.0, adaptive=True, m=0.9)}
 CONFIGURATIONS = {
     "k1": {"period": 1},
     "k3": {"period": 3},
@@ -86,18 +157,30 @@ CONFIGURATIONS = {
     "k3 sgd": {"period": 3, "sgd": HEAVY, "local_update": "sgd"},
     "k3 dc_asgd": {"period": 3, "sgd": HEAVY, "local_update": "dc_asgd"},
     "k1 dc_asgd_a": {"period": 1, "sgd": HEAVY, "local_update": "dc_asgd_a"},
+    "k3 m": {"period": 3, "sgd": HEAVY, **M},
+    "m interrupted": {"period": Interrupted(), "sgd": HEAVY, **M},
+    "k3 every step": {"period": 3, "sgd": HEAVY, "pre_refresh": "every_step"},
+    "schedule": {"period": {0: 1, 4: 4, 9: 2}, "sgd": HEAVY},
+    "warm-up schedule": {"period": {0: 4, 4: 2}, "sgd": HEAVY, "warmup_steps": 2},
+    "interrupted": {"period": Interrupted(), "sgd": HEAVY},
     "all warm-up": {"period": 3, "sgd": HEAVY, "warmup_steps": STEPS + 1, "unequal": True},
 }
 HOW = {
     "k1": {"k": 1},
     "k3": {"k": 3},
     "k3 heavy": {"k": 3, **HEAVY},
-    "k3 warm-up": {"k": 3, **HEAVY, "warm_up": 4},
+    "k3 warm-up": {"k": 3, **HEAVY, "synchronous": range(4)},
     "k3 paper": {"k": 3, "weight_decay": 0.01, "paper": True},
     "k3 sgd": {"k": 3, **HEAVY, "local": "sgd"},
     "k3 dc_asgd": {"k": 3, **HEAVY, "local": "dc_asgd"},
     "k1 dc_asgd_a": {"k": 1, **HEAVY, "local": "dc_asgd_a"},
-    "all warm-up": {"k": 3, **HEAVY, "warm_up": STEPS + 1},
+    "k3 m": {"k": 3, **HEAVY, "local": "dc_asgd_a", "m": 0.9},
+    "m interrupted": {"k": 3, **HEAVY, "local": "dc_asgd_a", "m": 0.9, "synchronous": (3, 5)},
+    "k3 every step": {"k": 3, **HEAVY, "every_step": True},
+    "schedule": {"k": {0: 1, 4: 4, 9: 2}, **HEAVY},
+    "warm-up schedule": {"k": {0: 4, 4: 2}, **HEAVY, "synchronous": range(2)},
+    "interrupted": {"k": 3, **HEAVY, "synchronous": (3, 5)},
+    "all warm-up": {"k": 3, **HEAVY, "synchronous": range(STEPS + 1)},
 }
 OTHERS = {
     "k3 heavy waiting": {**CONFIGURATIONS["k3 heavy"], "overlap": False},
@@ -105,20 +188,50 @@ OTHERS = {
     **{f"k3 heavy resumed at {t}": {**CONFIGURATIONS["k3 heavy"], "resume_at": t} for t in (1, 3, 4, 5)},
     "k3 dc_asgd resumed at 5": {**CONFIGURATIONS["k3 dc_asgd"], "resume_at": 5},
     "k3 dc_asgd undisturbed": CONFIGURATIONS["k3 dc_asgd"],
+    "k3 m undisturbed": CONFIGURATIONS["k3 m"],
+    "k3 m resumed at 5": {**CONFIGURATIONS["k3 m"], "resume_at": 5},
+    "schedule undisturbed": CONFIGURATIONS["schedule"],
+    **{f"schedule resumed at {t}": {**CONFIGURATIONS["schedule"], "resume_at": t} for t in (4, 6, 8)},
+    "od_sgd": {"algorithm": ODSGD, "sgd": HEAVY},
+    "k1 dc_asgd": {**CONFIGURATIONS["k1 dc_asgd_a"], "local_update": "dc_asgd"},
+    "interrupted undisturbed": CONFIGURATIONS["interrupted"],
+    "interrupted resumed at 7": {**CONFIGURATIONS["interrupted"], "resume_at": 7},
 }
 
 
-def all_paths(rank, n):
+CLIPPED = {
+    f"{name} {how}": {**CONFIGURATIONS[of], "algorithm": clipping(algorithm, how)}
+    for how in ("norm", "value")
+    for name, of, algorithm in (("ssd", "k3 warm-up", SSDSGD), ("ssd unequal", "k3 heavy", SSDSGD))
+} | {f"od {how}": {"sgd": HEAVY, "algorithm": clipping(ODSGD, how)} for how in ("norm", "value")}
+CLIPPED_HOW = {"ssd": HOW["k3 warm-up"], "ssd unequal": HOW["k3 heavy"], "od": HOW["k1 dc_asgd_a"]}
+
+
+def watched_paths(rank, n):
     watched = {name: {**options, "algorithm": SSDSGD, "evaluate": ALL_STEPS} for name, options in CONFIGURATIONS.items()}
-    others = {name: {**options, "algorithm": SSDSGD} for name, options in OTHERS.items()}
+    return paths_of(rank, n, watched)
+
+
+def other_paths(rank, n):
+    others = {name: {"algorithm": SSDSGD, **options} for name, options in OTHERS.items()}
     synchronous = {"s-sgd": {"algorithm": SSGD, "sgd": HEAVY, "unequal": True}}
-    return paths_of(rank, n, {**watched, **others, **synchronous})
+    return paths_of(rank, n, {**others, **synchronous})
 
 
 @functools.cache
 def paths(n):
-    ranks = run_ranks(all_paths, n, timeout=LIMIT)
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    launches = [run_ranks(some, n, timeout=LIMIT) for some in (watched_paths, other_paths)]
+    return {name: [rank[name] for rank in ranks] for ranks in launches for name in ranks[0]}
+
+
+def all_clipped(rank, n):
+    return paths_of(rank, n, {name: {**options, "evaluate": ALL_STEPS} for name, options in CLIPPED.items()})
+
+
+@functools.cache
+def clipped_paths(n):
+    ranks = run_ranks(all_clipped, n, timeout=LIMIT)
+    return {name: [rank[name] for rank in ranks] for name in CLIPPED}
 
 
 def servers(ranks):
@@ -137,10 +250,72 @@ def test_workers_and_server_follow_the_equations(n, name):
         assert distance(path.end, W[-1]) < TOL
     if "all" not in name:
         faults = ["early", "late", "stale pull", *(["pre first", "ĝ at once"] if HOW[name].get("local") is None else [])]
+        faults += ["round's k"] if name in ("schedule", "warm-up schedule", "interrupted") else []
+        faults += ["pull kept"] if name == "interrupted" else []
         for fault in faults:
             if fault == "ĝ at once" and not HOW[name].get("weight_decay"):
                 continue  # nothing to read off then
+            if fault == "pre first" and HOW[name].get("every_step"):
+                continue  # pre is another
             assert distance(positions(paths(n)[name])[:-1], ssd_sgd(n, w=w, **HOW[name], fault=fault)[0][:-1]) > 1e-4, fault
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_is_done_to_the_mean_and_to_the_own_gradient(n, name):
+    kind, how = name.rsplit(" ", 1)
+    equations = functools.partial(ssd_sgd, n, w=unequal_weights(n) if "unequal" in name else None, **CLIPPED_HOW[kind])
+    ranks, (x, W) = clipped_paths(n)[name], equations(clip=how)
+    assert distance(positions(ranks)[:-1], x[:-1]) < 1e-6  # a norm has the precision of float32
+    assert distance(servers(ranks), W[:-1, None]) < 1e-6
+    for fault in ("local only", "server only"):
+        assert distance(servers(ranks), equations(clip=how, fault=fault)[1][:-1, None]) > 1e-3, fault
+
+
+TWO_GROUPS = {"lr": np.repeat([LR, LR / 4], [2, 3]), "weight_decay": np.repeat([0.01, 0.3], [2, 3])}
+
+
+def in_two_groups(rank, n, **options):
+    """x before every step: one problem, whose elements are two parameters, in a group each."""
+    H, b = map(torch.tensor, problem(rank))
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.tensor(part)) for part in (X0[:2], X0[2:]))
+    groups = [{"params": [p], **{key: float(of[3 * i]) for key, of in TWO_GROUPS.items()}} for i, p in enumerate(model)]
+    optimizer, path = torch.optim.SGD(groups, momentum=0.9), []
+    with SSDSGD(model, optimizer, **options) as algo:
+        for _ in range(STEPS):
+            x = torch.cat(list(model))
+            path.append(x.detach().numpy().copy())
+            optimizer.zero_grad()
+            (0.5 * (x - b) @ H @ (x - b)).backward()
+            algo.step()
+    return np.stack(path)
+
+
+def all_in_two_groups(rank, n):
+    return {local: in_two_groups(rank, n, period=3, local_update=local) for local in ("glu", "dc_asgd")}
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_every_group_has_its_own_rate_and_weight_decay_in_the_local_update_too(n):
+    ranks = run_ranks(all_in_two_groups, n, timeout=LIMIT)
+    for local in ranks[0]:
+        equations = functools.partial(ssd_sgd, n, 3, local=local, momentum=0.9)
+        found = np.stack([rank[local] for rank in ranks], axis=1)
+        assert distance(found, equations(**TWO_GROUPS)[0][:-1]) < TOL
+        assert distance(found, equations(**TWO_GROUPS, fault="first group")[0][:-1]) > 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_with_a_pull_every_step_and_the_update_of_dc_asgd_a_it_is_od_sgd(n):
+    ssd, od, other = (paths(n)[name] for name in ("k1 dc_asgd_a", "od_sgd", "k1 dc_asgd"))
+    assert bitwise(positions(ssd), positions(od))
+    assert distance(positions(od), positions(other)) > 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_options_that_change_little_are_not_left_out(n):
+    for name, options in (("k3 every step", {"every_step": False}), ("k3 m", {"m": 0.0})):
+        assert distance(positions(paths(n)[name])[:-1], ssd_sgd(n, **{**HOW[name], **options})[0][:-1]) > 1e-3
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -152,7 +327,7 @@ def test_a_warm_up_is_s_sgd_bit_for_bit(n):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_waiting_resuming_and_evaluating_change_no_bit(n):
-    for kind in ("k3 heavy", "k3 dc_asgd"):
+    for kind in ("k3 heavy", "k3 dc_asgd", "k3 m", "schedule", "interrupted"):
         undisturbed = paths(n)[f"{kind} undisturbed"]
         for name in paths(n):
             if name.startswith(f"{kind} ") or name == kind:
@@ -160,15 +335,68 @@ def test_waiting_resuming_and_evaluating_change_no_bit(n):
                 assert bitwise(positions(found), positions(undisturbed)[first * (len(positions(found)) <= STEPS) :]), name
 
 
+# However long a round is, gradients of 1 are read off as 1
+
+
+class Seen(GLU):
+    """Notes what it reads off a pull, k, and how many steps the round has that begins."""
+
+    notes: ClassVar[list] = []
+
+    def step(self, p, b, g, scales, *, pulled):
+        super().step(p, b, g, scales, pulled=pulled)
+        if pulled:
+            self.notes.append((((b - p.detach()) / scales.lr).tolist(), scales.k, self.rounds.length))
+
+
+def read_off(rank, n, period, event, warmup_steps=0):
+    """What has been seen in 14 steps, after five of which something happens."""
+    Seen.notes.clear()
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+    optimizers = [torch.optim.SGD([p], 0.125) for p in model]
+    update = Seen(α=0.0, β=1.0)
+    with SSDSGD(model, optimizers, period, local_update=update, warmup_steps=warmup_steps) as algo:
+        algo.local_update.rounds = algo.rounds
+        for t in range(14):
+            if t == 5 and event == "rewritten":
+                with algo.rewriting():
+                    pass
+            if t == 5 and event == "joined":
+                model.append(torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+                optimizers[0].add_param_group({"params": [model[2]]})
+            for optimizer in optimizers if event != "every other" or t % 2 == 0 else optimizers[:1]:
+                optimizer.zero_grad()
+                sum(p.sum() for p in model).backward()
+                algo.before_step(optimizer)
+                algo.step(optimizer.step)
+            algo.after_step()
+    return list(Seen.notes)
+
+
+def all_read_off(rank, n):
+    longer, shorter = {0: 1, 4: 4}, {0: 4, 4: 1}
+    cases = [(longer, ""), (shorter, ""), (shorter, "", 2), (3, "rewritten"), (3, "joined"), (3, "every other")]
+    return {str(case): read_off(rank, n, *case) for case in cases}
+
+
+def test_a_constant_gradient_is_read_off_as_it_is_whatever_happens_to_rounds():
+    for rank in run_ranks(all_read_off, 2, timeout=LIMIT):
+        for case, notes in rank.items():
+            assert len(notes) > 4
+            for ĝ, _, _ in notes:
+                assert ĝ == pytest.approx([1.0] * len(ĝ), abs=1e-12), case
+            assert any(k != length for _, k, length in notes) == (case != "(3, 'rewritten')")  # another divisor would not do
+
+
 # Exact tests 2 to 4 and 7: what it comes to
 
 
-def same_batches(rank, n, k, weight_decay):
-    """α = 1, β = 0: a network whose workers have the same batches. Theirs and the server's parameters, step by step."""
+def same_batches(k, weight_decay, β=0.0, seed=0):
+    """α = 1: a network whose workers have the same batches, if the seed is. Their x and W, step by step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.05, weight_decay=weight_decay)
-    data, x, W = torch.Generator().manual_seed(0), [], []
+    data, x, W = torch.Generator().manual_seed(seed), [], []
 
     def flat():
         return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -183,7 +411,7 @@ def same_batches(rank, n, k, weight_decay):
                 W.append(flat())
 
     if k:
-        with SSDSGD(model, optimizer, period=k, local_update=GLU(α=1.0, β=0.0)) as algo:
+        with SSDSGD(model, optimizer, period=k, local_update=GLU(α=1.0, β=β)) as algo:
             train(algo.step, algo.consensus)
     else:
         with SSGD(model, optimizer) as algo:
@@ -192,17 +420,24 @@ def same_batches(rank, n, k, weight_decay):
 
 
 def all_same_batches(rank, n):
-    return [same_batches(rank, n, k, weight_decay) for weight_decay in (0.0, 0.01) for k in (0, 1, 4)]
+    exact = [same_batches(k, weight_decay) for weight_decay in (0.0, 0.01) for k in (0, 1, 4)]
+    own = [same_batches(k, 0.0, seed=rank) for k in (0, 1, 4)]
+    return exact, own, [same_batches(k, 0.0, β=0.5) for k in (1, 4)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_with_identical_batches_it_is_sgd_exactly(n):
-    for rank in run_ranks(all_same_batches, n, timeout=LIMIT):
+    for exact, (synchronous, *own), with_global in run_ranks(all_same_batches, n, timeout=LIMIT):
         for first in (0, 3):
-            plain = rank[first][0]
-            for x, W in rank[first + 1 : first + 3]:
+            plain = exact[first][0]
+            for x, W in exact[first + 1 : first + 3]:
                 assert torch.equal(x, plain)
                 assert torch.equal(W, plain)
+        if n > 1:  # one worker trains plainly whatever it is told
+            for plain, others in ((synchronous[0], own), (exact[0][0], with_global)):
+                for x, W in others:
+                    assert (x - plain).abs().max() > 1e-3
+                    assert (W - plain).abs().max() > 1e-5  # in float32, whose rounding is far less
 
 
 @pytest.mark.parametrize(("k", "weight_decay"), [(1, 0.0), (1, 0.1), (5, 0.0)])
@@ -222,6 +457,16 @@ def test_what_is_read_off_the_movement_of_a_server_without_momentum_is_the_mean_
     assert torch.equal(update.before[p], W)  # pre is the pull, from now on
 
 
+@pytest.mark.parametrize("update", [GLU(), DCASGD()])
+def test_the_base_of_a_step_with_a_rate_of_zero_is_known_later(update):
+    p, P = torch.nn.Parameter(torch.zeros(3)), torch.ones(3)
+    update.begin([p])
+    assert torch.equal(update.before[p], torch.zeros(3))
+    update.step(p, P, torch.ones(3), Scales(0.0, 1.0, 0.1, 1), pulled=True)
+    assert torch.equal(p, P)
+    assert torch.equal(update.before[p], P)
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_without_pulls_workers_are_alone_and_the_server_follows_the_mean_gradient(n):
     def alone():
@@ -233,19 +478,21 @@ def test_without_pulls_workers_are_alone_and_the_server_follows_the_mean_gradien
 
     x, _ = ssd_sgd(n, 1000, local="sgd")
     assert distance(x, alone()) < TOL
-    ranks = run_ranks(never_pulled, n, timeout=LIMIT)
-    assert distance(positions(ranks)[:-1], alone()[:-1]) < TOL
     W = X0 - LR * np.cumsum(gradients_along(alone(), n), axis=0)
-    assert distance(servers(ranks)[1:], W[: STEPS - 1, None]) < TOL
+    never, at_last = zip(*run_ranks(hardly_ever_pulled, n, timeout=LIMIT), strict=True)
+    assert distance(positions(never)[:-1], alone()[:-1]) < TOL
+    assert distance(servers(never)[1:], W[: STEPS - 1, None]) < TOL
+    assert distance(positions(at_last)[:-1], alone()[:-1]) > 1e-3
+    assert distance(servers(at_last)[1:], W[: STEPS - 1, None]) > 1e-3
 
 
 def gradients_along(x, n):
     return np.stack([normalised(np.ones(n)) @ gradients(at, *problems(n)) for at in x])
 
 
-def never_pulled(rank, n):
-    options = {"period": 1000, "local_update": "sgd", "algorithm": SSDSGD, "evaluate": ALL_STEPS}
-    return paths_of(rank, n, {"alone": options})["alone"]
+def hardly_ever_pulled(rank, n):
+    options = {"local_update": "sgd", "algorithm": SSDSGD, "evaluate": ALL_STEPS}
+    return [quadratic(rank, n, period=k, **options) for k in (1000, STEPS - 4)]
 
 
 # What is refused

@@ -48,6 +48,9 @@ class BackgroundServer(Server):
         """What has been pulled, on this worker."""
         self.pulled = False
         """Whether P is the base of the next local update."""
+        self.k = 1
+        """Steps of W from the pull before to the last one."""
+        self._since = 0  # steps of W since then
         self.clipping = Clipping()
         self.left_out: tuple[int, ...] = ()
         """Ranks that the last mean gradient was without."""
@@ -65,6 +68,13 @@ class BackgroundServer(Server):
         """P ← async W."""
         self.P = self.P or [torch.empty_like(p) for p in self.x]
         self._pull, self.pulled = self.pull(subject, into=self.P), True
+        self.k, self._since = self._since, 0
+
+    def pull_now(self, subject: Subject) -> None:
+        """x ← W. What was pulled before is outdated."""
+        self.arrived()
+        self.pull(subject).wait()
+        self.pulled, self._since = False, 0
 
     def arrived(self, *, counted: bool = True) -> None:
         """Wait for the last pull."""
@@ -75,6 +85,7 @@ class BackgroundServer(Server):
     def serve(self, subject: Subject) -> None:
         """W ← async W + U(G), with the optimizer's options as they are now, after the push that has begun."""
         self._pushed, self.push, clipping = self.push, None, self.clipping
+        self._since += 1
         if self.optimizer.state:  # it has been loaded
             self.rest()
             self._take_state()
@@ -122,7 +133,8 @@ class BackgroundServer(Server):
         """This worker's shard of W, and what has been pulled and is not used yet. The optimizer's is not here."""
         self.arrived(counted=False)
         self.rest()
-        return {"W": [W.clone() for W in self.W], "P": [p.clone() for p in self.P] if self.pulled else None}
+        P = [p.clone() for p in self.P] if self.pulled else None
+        return {"W": [W.clone() for W in self.W], "P": P, "k": self.k, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue.
@@ -133,7 +145,7 @@ class BackgroundServer(Server):
         self.arrived(counted=False)
         self.rest()
         copy_alike(self.W, state["W"])
-        self.pulled = state["P"] is not None
+        self.pulled, self.k, self._since = state["P"] is not None, state["k"], state["since"]
         self.P = [p.to(self.comm.device, copy=True) for p in state["P"] or []]
 
 

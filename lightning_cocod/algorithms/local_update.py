@@ -21,7 +21,7 @@ class Scales(NamedTuple):
         lr: ℓ, the local learning rate.
         s: factor of the gradient.
         wd: weight decay.
-        k: steps between two pulls.
+        k: steps of W that the base has been pulled after; between pulls, those of the round.
     """
 
     lr: float
@@ -44,9 +44,10 @@ class LocalUpdate(ABC):
 
     @torch.no_grad()
     def begin(self, x: Sequence[nn.Parameter]) -> None:
-        """x is W."""
-        self.before = {p: p.detach().clone() for p in x} if self.keeps(pulled=True) else {}
-        self.moved = set()
+        """x, which is one optimizer's of several perhaps, is W."""
+        if self.keeps(pulled=True):
+            self.before.update({p: p.detach().clone() for p in x})
+        self.moved.difference_update(x)
 
     @torch.no_grad()
     def step(self, p: nn.Parameter, b: Tensor, g: Tensor, scales: Scales, *, pulled: bool) -> None:
@@ -59,13 +60,13 @@ class LocalUpdate(ABC):
             scales: of the parameter's group.
             pulled: whether the base has just been pulled.
         """
-        if not scales.lr:
-            p.copy_(b)
-            return
         if pulled:
             self.moved.add(p)
         base = b.clone() if self.keeps(pulled) else None
-        torch.add(b, self.direction(p, b, g, scales), alpha=-scales.lr, out=p.detach())
+        if scales.lr:
+            torch.add(b, self.direction(p, b, g, scales), alpha=-scales.lr, out=p.detach())
+        else:  # nothing can be read off a movement
+            p.copy_(b)
         if base is not None:
             self.before[p] = base
 
@@ -92,8 +93,9 @@ class LocalUpdate(ABC):
 class GLU(LocalUpdate):
     """d = α s g + wd b + β ĝ with ĝ = ((1 − ℓ wd) pre − b)/(k ℓ), the recent global gradient as W has moved by it.
 
-    pre is the base of the pull before, at first W as the delay begins. Until a pull is consumed ĝ = 0. The authors' code has
-    α = 2 in one place and 1 in another, both with β = 0.5; the divisor k ℓ is inferred from its 8.0 = 5 · 1.6.
+    pre is the base of the pull before, at first W as the delay begins; k is the number of steps in between, whatever the
+    period is by now. Until a pull is consumed ĝ = 0. The authors' code has α = 2 in one place and 1 in another, both with
+    β = 0.5; the divisor k ℓ is inferred from its 8.0 = 5 · 1.6.
 
     Args:
         α: of the worker's own gradient.
@@ -163,7 +165,8 @@ class DCASGD(LocalUpdate):
     def begin(self, x: Sequence[nn.Parameter]) -> None:
         """MS begins anew as well."""
         super().begin(x)
-        self.MS = {}
+        for p in x:
+            self.MS.pop(p, None)
 
     def direction(self, p: nn.Parameter, b: Tensor, g: Tensor, scales: Scales) -> Tensor:
         """As above."""

@@ -156,7 +156,7 @@ class SSDSGD(SSGD):
     def _advance(self, server: BackgroundServer) -> None:
         server.serve(self.subject("server's step"))
         if self.when.synchronous(self.t):
-            server.pull(self.subject("parameters")).wait()
+            server.pull_now(self.subject("parameters"))
             self.local_update.begin(server.x)
         else:
             self.rounds.begin(self.t)
@@ -174,8 +174,9 @@ class SSDSGD(SSGD):
         server.arrived()
         numbers = {p: number for number, p in enumerate(server.x)}
         factor, s = (self.comm.world_size, 1 / self.comm.world_size) if self.scaling == "paper" else (1, 1.0)
+        k = server.k if server.pulled else self.rounds.length or 1  # a round may begin with this step, of another length
         for group in server.optimizer.param_groups:
-            scales = Scales(factor * float(group["lr"]), s, group.get("weight_decay", 0.0), self.rounds.length or 1)
+            scales = Scales(factor * float(group["lr"]), s, group.get("weight_decay", 0.0), k)
             for p in group["params"]:
                 if p in numbers:
                     b = server.P[numbers[p]] if server.pulled else p.detach()
