@@ -29,7 +29,7 @@ import forked_ranks
 import torch
 import torch.distributed as dist
 from bytes_cases import cases
-from bytes_formulas import FORMULAS, Case, sent
+from bytes_formulas import FORMULAS, Case, Shapes, sent
 from rich.console import Console
 from rich.table import Table
 from table_and_plot import markdown
@@ -76,7 +76,7 @@ def measure(workload: str, ranks: int, codecs: str, *, log: Path, limit: float) 
         RuntimeError: a rank has failed, or the limit is over.
     """
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in WORKLOADS[workload]().parameters())
+        shapes = [p.shape for p in WORKLOADS[workload]().parameters()]
     wanted = cases(codecs)
     heard: list[list[bytes_measured.Sent]] = [[] for _ in wanted]
 
@@ -88,17 +88,17 @@ def measure(workload: str, ranks: int, codecs: str, *, log: Path, limit: float) 
 
     job = {"workload": workload, "codecs": codecs}
     forked_ranks.run(ranks, rank, job, hear, log=log, limit=limit, imports=IMPORTS)
-    return rows(wanted, heard, ranks, parameters)
+    return rows(wanted, heard, ranks, shapes)
 
 
-def rows(wanted: Sequence[Case], heard: Sequence[Sequence[bytes_measured.Sent]], ranks: int, parameters: int) -> list[Row]:
+def rows(wanted: Sequence[Case], heard: Sequence[Sequence[bytes_measured.Sent]], ranks: int, shapes: Shapes) -> list[Row]:
     """Beside the formula, from what every rank has sent."""
-    all_reduce, table = sent(Case("all-reduce"), ranks, parameters), []
+    all_reduce, table = sent(Case("all-reduce"), ranks, shapes), []
     for case, each in zip(wanted, heard, strict=True):
         told = [its.counted for its in each if its.counted is not None]
         counted = sum(told) / len(each) if told else None
         written = sum(its.written for its in each) / len(each)
-        table.append(Row(case, sent(case, ranks, parameters), counted, written, all_reduce))
+        table.append(Row(case, sent(case, ranks, shapes), counted, written, all_reduce))
     return table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bytes_formulas import Case
 
-from lightning_cocod.compression import CODECS
+from lightning_cocod.compression import CODECS, PowerSGD
 
 PLAIN = [
     Case("all-reduce", window=1),
@@ -32,9 +32,9 @@ CODED = [
 ]
 """Codes by nature, with their default codecs where none is named."""
 RANDOM = Case("compskip_dsgd", {"worker_skip": 0.5}, window=20)
-COCOD = [Case("cocod", {"period": 4, "compression": name}) for name in CODECS]
+COCOD = [Case("cocod", {"period": 4, "compression": name}) for name in (*CODECS, PowerSGD.name)]
 DIST_EF = [Case("dist_ef_sgd", {"compression": name}, window=2) for name in CODECS]
-FEW = ("int8", "sign", "topk")
+FEW = ("int8", "sign", "topk", PowerSGD.name)
 """Codecs where not all are wanted."""
 
 

@@ -1,18 +1,22 @@
 """The bytes that a rank sends in a step, by formula: without headers, without what a bucket is padded with.
 
 N ranks, P parameters of four bytes, of each of which a rank owns or forwards the part 1/N. So what goes to all others in one
-direction is s = (N − 1)/N · P values. A ring all-reduce is two such directions, as are a push and a pull.
+direction is s = (N − 1)/N · P values. A ring all-reduce is two such directions, as are a push and a pull. PowerSGD sends the
+factors of matrices, r (m + n) values in place of m n, and everything else whole: the mean of that is its b.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_cocod.algorithms.skipping import as_skip
 from lightning_cocod.comm.mixing import directed, undirected
-from lightning_cocod.compression import Codec, as_compression
+from lightning_cocod.compression import Codec, PowerSGD, as_compression
+
+Shapes = Sequence[Sequence[int]]
+"""Of the parameters."""
 
 WHOLE = 32.0
 """Bits of a value that is not compressed."""
@@ -35,9 +39,13 @@ BITS: dict[str, Callable[[Any], float]] = {
 """b(C) of a value, as in docs/compression.md."""
 
 
-def bits(compression: str | Codec | None) -> float:
-    """b(C)."""
+def bits(compression: str | Codec | PowerSGD | None, shapes: Shapes = ()) -> float:
+    """b(C), for PowerSGD that of parameters of these shapes."""
     codec = as_compression(compression)
+    if isinstance(codec, PowerSGD):
+        matrices = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape)) for shape in shapes]
+        values = sum(codec.rank * (m + n) if codec.saves(m, n) else m * n for m, n in matrices)
+        return WHOLE * values / sum(m * n for m, n in matrices)
     return WHOLE if codec is None else BITS[codec.name](codec)
 
 
@@ -48,11 +56,13 @@ class Case(NamedTuple):
         algorithm: its registered name, or "all-reduce", which is what DDP does.
         options: of the algorithm; ``period``, ``compression`` and what else the formula needs are named.
         window: steps of a whole number of rounds. So many are made first, and so many are measured then.
+        shapes: of the parameters, where ``sent`` asks.
     """
 
     algorithm: str
     options: Mapping[str, Any] = {}
     window: int = 4
+    shapes: Shapes = ()
 
     def __str__(self) -> str:
         return f"{self.algorithm}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
@@ -60,7 +70,7 @@ class Case(NamedTuple):
     @property
     def codec(self) -> float:
         """b(C)."""
-        return bits(self.options.get("compression"))
+        return bits(self.options.get("compression"), self.shapes)
 
 
 class Formula(NamedTuple):
@@ -124,7 +134,7 @@ FORMULAS = {
 }
 
 
-def sent(case: Case, n: int, parameters: int) -> float:
+def sent(case: Case, n: int, shapes: Shapes) -> float:
     """Bytes that each of n ranks sends in a step, the mean over them."""
-    s = (n - 1) / n * parameters
-    return s * FORMULAS[case.algorithm].bits(case, n) / 8
+    s = (n - 1) / n * sum(map(math.prod, shapes))
+    return s * FORMULAS[case.algorithm].bits(case._replace(shapes=shapes), n) / 8

@@ -53,7 +53,7 @@ class Training(NamedTuple):
 
     def cells(self) -> list[list[str]]:
         """A line for each run. One TB is 10¹² bytes."""
-        each = [self.steps * sent(case, self.workers, self.parameters) for case in RUNS]
+        each = [self.steps * sent(case, self.workers, [(self.parameters,)]) for case in RUNS]
         ssgd, dist_ef = each[:2]
         return [
             [

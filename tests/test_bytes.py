@@ -17,7 +17,7 @@ import bytes_measured as measured  # noqa: E402
 from bytes_formulas import Case, sent  # noqa: E402
 from bytes_imagenet import Training  # noqa: E402
 
-from lightning_cocod.compression import CODECS, Int8, TopK  # noqa: E402
+from lightning_cocod.compression import CODECS, Int8, PowerSGD, TopK  # noqa: E402
 from lightning_cocod.strategies import STRATEGIES, AsynchronousStrategy  # noqa: E402
 
 RANKS, LIMIT = 2, 900.0  # far above what is needed
@@ -29,7 +29,7 @@ def model():
     return nn.Sequential(nn.Linear(700, 900), nn.BatchNorm1d(900), nn.Linear(900, 500, bias=False))
 
 
-PARAMETERS = sum(p.numel() for p in model().parameters())
+SHAPES = [p.shape for p in model().parameters()]
 
 
 def close(counted, formula):
@@ -44,7 +44,7 @@ def send(rank, world_size):
 @pytest.fixture(scope="module")
 def table():
     heard = zip(*run_ranks(send, RANKS, timeout=LIMIT), strict=True)
-    return recipe.rows(CASES, list(heard), RANKS, PARAMETERS)
+    return recipe.rows(CASES, list(heard), RANKS, SHAPES)
 
 
 def test_every_algorithm_sends_what_its_formula_says(table):
@@ -65,11 +65,13 @@ def test_another_formula_would_be_noticed(table):
     row = {str(row.case): row for row in table}
     cocod, ssd_sgd, cd_sgd = row["cocod(period=4)"], row["ssd_sgd(period=4)"], row["cd_sgd(compress_steps=5)"]
     skips = row["compskip_dsgd(worker_skip=2)"]
-    assert not close(cocod.counted, sent(Case("cocod", {"period": 5}), RANKS, PARAMETERS))
-    assert not close(cocod.counted, sent(cocod.case, RANKS + 1, PARAMETERS))
-    assert not close(ssd_sgd.counted, sent(Case("od_sgd"), RANKS, PARAMETERS))
-    assert not close(cd_sgd.counted, sent(Case("cd_sgd", {"compress_steps": 6}), RANKS, PARAMETERS))
-    assert not close(skips.counted, sent(Case("compskip_dsgd"), RANKS, PARAMETERS))
+    assert not close(cocod.counted, sent(Case("cocod", {"period": 5}), RANKS, SHAPES))
+    assert not close(cocod.counted, sent(cocod.case, RANKS + 1, SHAPES))
+    assert not close(ssd_sgd.counted, sent(Case("od_sgd"), RANKS, SHAPES))
+    assert not close(cd_sgd.counted, sent(Case("cd_sgd", {"compress_steps": 6}), RANKS, SHAPES))
+    assert not close(skips.counted, sent(Case("compskip_dsgd"), RANKS, SHAPES))
+    factors = row["cocod(period=4, compression='powersgd')"]
+    assert not close(factors.counted, sent(Case("cocod", {"period": 4, "compression": PowerSGD(rank=3)}), RANKS, SHAPES))
 
 
 def test_no_algorithm_and_no_codec_is_left_out():
@@ -81,7 +83,7 @@ def test_no_algorithm_and_no_codec_is_left_out():
     assert set(measured.ALGORITHMS) == names
     for algorithm in ("cocod", "dist_ef_sgd"):
         told = {case.options.get("compression") for case in bytes_cases.cases("all") if case.algorithm == algorithm}
-        assert told >= set(CODECS)
+        assert told >= {*CODECS, *([PowerSGD.name] if algorithm == "cocod" else [])}  # servers add codes up, not factors
 
 
 @pytest.mark.parametrize("codec", [*(kind() for kind in CODECS.values()), Int8(block=64), TopK(ratio=0.002)], ids=repr)

@@ -8,7 +8,7 @@ import torch
 from support.ranks import run_ranks
 from torch import nn
 
-from lightning_cocod.algorithms import CDSGD, SSDSGD, DistEFSGD, server, two_way
+from lightning_cocod.algorithms import ADPSGD, APSGD, CDSGD, EAMSGD, SSDSGD, DistEFSGD, server, two_way
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.compression import TopK
 
@@ -18,6 +18,7 @@ ALGORITHMS = {
     "cd_sgd": (CDSGD, {"compression": TopK(ratio=0.2), "compress_steps": 1000}),
     "ssd_sgd": (SSDSGD, {"period": 1, "local_update": "sgd"}),
 }
+ASYNCHRONOUS = {"ad_psgd": (ADPSGD, {}), "a_psgd": (APSGD, {}), "eamsgd": (EAMSGD, {"period": 1})}
 PHASES = {  # which layers are trained in each, three steps long; the run is interrupted after the first one
     "the other one": [(0,), (1,), (1,)],
     "one more": [(0,), (0, 1), (0, 1)],
@@ -38,7 +39,7 @@ def fresh(name, layers=(0, 1), shape=(5, 5)):
     model = nn.ModuleList([nn.Linear(*shape, bias=False) for _ in range(2)]).double()
     only(model, layers)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    algorithm, options = ALGORITHMS[name]
+    algorithm, options = {**ALGORITHMS, **ASYNCHRONOUS}[name]
     return model, optimizer, algorithm(model, optimizer, **options)
 
 
@@ -145,3 +146,24 @@ def cut_otherwise(rank, n, name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_buckets_of_another_size_are_refused(name):
     run_ranks(cut_otherwise, 2, name, timeout=LIMIT)
+
+
+def loaded_elsewhere(rank, n, name, layer):
+    """A state of the first layer, where this one is trained."""
+    made = fresh(name, [0])
+    with made[2]:
+        state = copy.deepcopy(made[2].state_dict())
+    made = fresh(name, [layer])
+    with made[2]:
+        made[2].load_state_dict(state)
+
+
+def another_layer(rank, n, name):
+    loaded_elsewhere(rank, n, name, 0)  # the control
+    with pytest.raises(ValueError, match=r"of parameters \[0\] .* and parameters \[1\] are exchanged now"):
+        loaded_elsewhere(rank, n, name, 1)
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_workers_out_of_step_refuse_the_state_of_another_layer(name):
+    run_ranks(another_layer, 2, name, timeout=LIMIT)

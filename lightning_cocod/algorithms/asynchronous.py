@@ -175,7 +175,17 @@ class Asynchronous(Algorithm):
             return {**super().state_dict(), "meetings": self.meetings, "claimed": self._claimed, **self._state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from such a cut."""
+        """Continue from such a cut.
+
+        Raises:
+            ValueError: the state of another number of workers, or of other parameters than those that are exchanged now.
+        """
+        numbers = {p: number for number, p in enumerate(self._members())}
+        if self._started and (exchanged := [numbers[p] for p in self.x]) != state["x"]:
+            raise ValueError(
+                f"the state is of parameters {state['x']} of the optimizers, and parameters {exchanged} are exchanged now: "
+                "freeze and thaw as when it was saved, and start then"
+            )
         super().load_state_dict(state)
         self.meetings, self._claimed, self.comm.steps = state["meetings"], state["claimed"], self.t
 
