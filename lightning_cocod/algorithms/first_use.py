@@ -45,14 +45,14 @@ class FirstUse(TorchFunctionMode):
         """
         for number, p in enumerate(x):
             self._awaited[p.untyped_storage().data_ptr()].append(partial(wait, number))
-        if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            self.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        if self not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]  # torch has no types here
+            self.__enter__()  # type: ignore[no-untyped-call]  # nor here
 
     def leave(self) -> None:
         """All are there, or nobody waits for them any more."""
         self._awaited.clear()
-        if _get_current_function_mode_stack()[-1:] == [self]:  # type: ignore[no-untyped-call]
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if _get_current_function_mode_stack()[-1:] == [self]:  # type: ignore[no-untyped-call]  # nor here
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # nor here
         # Otherwise a context of somebody else's has begun since; then it goes once it is on top, and waits for nothing.
 
     def __torch_function__(
