@@ -146,20 +146,20 @@ def encoded(p, w, keeps=True, code=coarse):
 
 
 def anchored(n, k, w, *, momentum=0.0, weight_decay=0.0, feeds=True, twice=False, α=0.6, β=0.7):
-    """x_i(t) of Overlap-Local-SGD. Without `feeds` there is no error feedback; `twice` says what was dropped in u again."""
-    x, v = np.tile(X0, (n, 1)), np.zeros((n, len(X0)))
-    z, u, e, A, path = X0, 0 * x, 0 * x, 0 * X0, []
+    """x_i(t) of Overlap-Local-SGD. Without `feeds` there is no error feedback; `twice` says what was dropped once more."""
+    x, m = np.tile(X0, (n, 1)), np.zeros((n, len(X0)))
+    z, v, e, A, path = X0, 0 * X0, 0 * x, 0 * X0, []
     for t in range(STEPS + 1):
         if t > 0 and t % k == 0:
-            z = z + A
-            seen = z if twice else z + e
-            x = (1 - α) * x + α * seen
-            u = β * u + (x - seen)
-            c, A = encoded(u + e, w)
-            e = u + e - c if feeds else e
+            v = β * v + A
+            z = z - v
+            x = (1 - α) * x + α * (z - e if feeds else z)
+            p = z - x + (e if twice else 0)
+            c, A = encoded(p, w)
+            e = p - c
         path.append(x)
-        v = momentum * v + gradients(x, *problems(n)) + weight_decay * x
-        x = x - LR * v
+        m = momentum * m + gradients(x, *problems(n)) + weight_decay * x
+        x = x - LR * m
     return np.stack(path)
 
 

@@ -89,7 +89,7 @@ OTHERS = {
     "DCS3GD": 1,
     "DPSGD": 1,
     "SGP": 1,
-    "OverlapLocalSGD": 2,
+    "OverlapLocalSGD": 3,
     "PipeSGD": 1,
     "SlowMo": 3,
     "DiLoCo": 3,
@@ -104,7 +104,7 @@ OTHERS = {
     "CompSkipDSGD": 2,
 }
 """Copies of the parameters that they promise, those for the time of a merge included; two of four fragments in flight."""
-WITH_CODES = {"CoCoD": 2, "OverlapLocalSGD": 4, "PipeSGD": 2, "EagerDiLoCo": 6}
+WITH_CODES = {"CoCoD": 2, "OverlapLocalSGD": 5, "PipeSGD": 2, "EagerDiLoCo": 6}
 """The same with int8."""
 WITH_FACTORS = {"CoCoD": 2}
 """The same with PowerSGD."""

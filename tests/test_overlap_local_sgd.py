@@ -27,6 +27,9 @@ from test_cocod import (
 from torch import nn
 
 from lightning_cocod import OverlapLocalSGD
+from lightning_cocod.algorithms.co2 import penalised
+from lightning_cocod.algorithms.delay import Lag
+from lightning_cocod.algorithms.outer import OuterRounds
 
 SIZES = [1, 2, 4]
 
@@ -51,12 +54,13 @@ def anchored(n, k, w, α=0.6, β=0.7, *, momentum=0.0, weight_decay=0.0, late=Tr
     return np.stack(path), np.stack(anchors)
 
 
-class Frozen(OverlapLocalSGD):
+class Frozen(OuterRounds):
     """With the values that are refused."""
 
+    name = "frozen"
+
     def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.α, self.β = 1.0, 0.0
+        super().__init__(*args, outer=penalised(1.0, 0.0, 1.0, None), delay=Lag(None, 0.0), **options)
 
 
 BOTH = {"period": 3, "unequal": True, "sgd": HEAVY}
@@ -156,7 +160,7 @@ def late_parameters(rank, n):
 
 
 def joined():
-    """The same in one process; a parameter joins where z ← x, u ← 0 at a boundary."""
+    """The same in one process; a parameter joins where x, z ← Σ w x, u ← 0 at a boundary."""
     x, z, u = np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 3))
     path = []
     for t in range(15):
@@ -167,7 +171,7 @@ def joined():
                     u[:, j] = 0.7 * u[:, j] + x[:, j] - z[:, j]
                     z[:, j] = (z[:, j] + u[:, j]).mean()
                 elif t == joins:
-                    z[:, j] = x[:, j].mean()
+                    x[:, j] = z[:, j] = x[:, j].mean()
         if t > 0:
             path.append(x.copy())
         x = x - 0.1 * np.array([True, t >= 3, t >= 5]) * (np.arange(2.0)[:, None] + 1 + t)
@@ -195,7 +199,7 @@ def not_finite(rank, n):
             if t == 3:
                 assert all(p.isfinite().all() for p in model.parameters()) == (rank == 1)
         assert all(p.isfinite().all() for p in model.parameters())
-        assert all(b.isfinite().all() for b in [*algo.z.buckets, *algo.u.buckets])
+        assert all(θ_p.isfinite().all() for θ_p in algo.θ.values())
     return [p.detach().clone() for p in model.parameters()]
 
 

@@ -35,7 +35,7 @@ from test_cocod import (
 )
 from torch import nn
 
-from lightning_cocod import NonFiniteMessage, PipeSGD, PipeSGDStrategy
+from lightning_cocod import CO2, NonFiniteMessage, PipeSGD, PipeSGDStrategy
 from lightning_cocod.comm import collectives
 from lightning_cocod.comm.buckets import Layout
 
@@ -62,6 +62,7 @@ def pipe_sgd(n, w, *, momentum=0.0, weight_decay=0.0, delay=1, warm_up=0, first=
 CONFIGURATIONS = {
     "plain": {},
     "heavy": {"unequal": True, "sgd": HEAVY},
+    "momentum": {"unequal": True, "sgd": {"momentum": 0.9}},
     "waiting": {"unequal": True, "sgd": HEAVY, "overlap": False},
     "evaluated": {"unequal": True, "sgd": HEAVY, "evaluate": (0, 1, 2, 7)},
     "resumed": {"unequal": True, "sgd": HEAVY, "resume_at": 6},
@@ -75,7 +76,9 @@ CONFIGURATIONS = {
 def all_paths(rank, n):
     found = paths_of(rank, n, {name: {**options, "algorithm": PipeSGD} for name, options in CONFIGURATIONS.items()})
     reweighed = {"algorithm": PipeSGD, "reweigh": {5: list(range(n, 0, -1))}}
-    return {**found, **paths_of(rank, n, {"reweighed": reweighed})}
+    outer = {"algorithm": CO2, "unequal": True, "outer_momentum": 0.9}
+    others = {"outer": {**outer, "period": 1}, "outer, longer": {**outer, "period": 2}}
+    return {**found, **paths_of(rank, n, {"reweighed": reweighed, **others})}
 
 
 @functools.cache
@@ -97,6 +100,14 @@ def test_the_trajectory_is_that_of_the_equation(n, name, options):
         assert distance(x, pipe_sgd(n, unequal(n) if name == "plain" else w[::-1], **options)[:, None]) > 1e-3
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_it_is_the_member_of_the_family_with_rounds_of_one_step_a_round_of_delay_and_the_users_momentum_outside(n):
+    x = positions(paths(n)["momentum"])
+    assert distance(x, positions(paths(n)["outer"])) < TOL
+    assert distance(x, positions(paths(n)["outer, longer"])) > 1e-3
+    assert distance(x, positions(paths(n)["plain"])) > 1e-3
+
+
 def test_of_one_worker_it_is_sgd_with_a_delay_of_one_step():
     x, v, late = torch.tensor(X0), torch.zeros(len(X0), dtype=torch.float64), None
     H, b = (torch.tensor(part[0]) for part in problems(1))
@@ -112,6 +123,8 @@ def test_of_one_worker_it_is_sgd_with_a_delay_of_one_step():
 @pytest.mark.parametrize("n", SIZES)
 def test_the_first_step_moves_nothing_and_all_replicas_are_equal_bit_for_bit(n):
     for name, ranks in paths(n).items():
+        if name.startswith("outer"):
+            continue
         x = positions(ranks)
         assert bitwise(x, np.repeat(x[:, :1], n, axis=1)), name
         assert all(bitwise(path.end, x[-1, 0]) for path in ranks), name  # the last mean is not applied

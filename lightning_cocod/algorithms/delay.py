@@ -1,4 +1,4 @@
-"""When the mean of a round's displacements is merged: some steps after its end, or a round later."""
+"""When the mean of a round's displacements is merged: some steps after its end, or where the next one ends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class Lag:
         end of a round:   Δ_i ← θ − x_i ;  Δ̄ ← async Σ_j w_j Δ_j
         τ steps later:    θ ← θ + V(Δ̄) ;  x_i ← α x_i + (1 − α) θ
 
+    Where τ is a whole round, the second line comes before the first of the next round's end, and in the first round, with
+    nothing on its way, it is x_i ← α x_i + (1 − α) θ alone.
+
     θ is the same on all ranks. A rank that is left out of a mean takes in θ for all its parameters. What a codec has
     dropped, e_i, stays in θ − x_i, part of the next Δ_i: then x_i ← α x_i + (1 − α) (θ − e_i).
 
     Args:
-        steps: τ ≥ 0; 0 waits for it.
+        steps: τ ≥ 0; 0 waits for it, None is a whole round.
         keep: 0 ≤ α < 1.
         overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
 
@@ -37,18 +40,24 @@ class Lag:
         ValueError: an option out of range.
     """
 
-    def __init__(self, steps: int = 0, keep: float = 0.0, *, overlap: bool = True) -> None:
-        self.steps = whole("delay", steps, least=0)
+    def __init__(self, steps: int | None = 0, keep: float = 0.0, *, overlap: bool = True) -> None:
+        self.steps = None if steps is None else whole("delay", steps, least=0)
         self.keep = below_one("keep", keep)
         self.overlap = flag("overlap", overlap)
+
+    def is_due(self, fragment: Fragment, t: int) -> bool:
+        """Whether what it has sent is merged at step t, in the middle of a round."""
+        return self.steps is not None and fragment.launched is not None and fragment.launched + self.steps == t
 
     @torch.no_grad()
     def end(self, rounds: OuterRounds, fragment: Fragment) -> None:
         """Δ ← θ − x, and the launch of Δ̄."""
-        if fragment.arrives is not None:
+        if fragment.launched is not None:
             self.merge(rounds, fragment)
+        elif self.steps is None:
+            self._pull(fragment)
         Δ = fragment.displacement()
-        fragment.D, fragment.sent, fragment.arrives = Δ, len(Δ), rounds.t + self.steps
+        fragment.D, fragment.sent, fragment.launched, fragment.ended = Δ, len(Δ), rounds.t, rounds.t
         said = rounds.says(Δ)
         if rounds.comm.world_size > 1:
             fragment.A = self._launch(rounds, fragment, Δ, said)
@@ -70,20 +79,27 @@ class Lag:
     @torch.no_grad()
     def merge(self, rounds: OuterRounds, fragment: Fragment) -> None:
         """θ ← θ + V(Δ̄) ; x ← α x + (1 − α) θ."""
-        assert fragment.arrives is not None
+        assert fragment.launched is not None
         fragment.drain()
-        rounds.merged(fragment, of=fragment.arrives - self.steps)
-        θ, x, left_out = fragment.about(), fragment.x[: fragment.sent], fragment.left_out
-        rounds.outer_step(θ, fragment.arrived())
-        y = θ if fragment.e is None else list(torch._foreach_sub(θ, fragment.e))
+        rounds.merged(fragment, of=fragment.launched)
+        rounds.outer_step(fragment.about(), fragment.arrived())
+        left_out = fragment.left_out
         if rounds.comm.rank in left_out:
             rounds.fold()
-        elif self.keep:
-            torch._foreach_lerp_(x, y, 1 - self.keep)
         else:
-            torch._foreach_copy_(x, y)
-        fragment.D, fragment.e, fragment.A, fragment.arrives, fragment.left_out = None, None, None, None, ()
+            self._pull(fragment)
+        fragment.D, fragment.e, fragment.A, fragment.launched, fragment.left_out = None, None, None, None, ()
         rounds.repair(left_out)
+
+    def _pull(self, fragment: Fragment) -> None:
+        """x ← α x + (1 − α) (θ − e). Where a round does not end, only of what has been sent."""
+        x, θ, e = fragment.x, list(fragment.θ.values()), fragment.e or []
+        y = [*torch._foreach_sub(θ[: len(e)], e), *θ[len(e) :]] if e else θ
+        pulled = len(x) if self.steps is None else fragment.sent
+        if self.keep:
+            torch._foreach_lerp_(x[:pulled], y[:pulled], 1 - self.keep)
+        else:
+            torch._foreach_copy_(x[:pulled], y[:pulled])
 
 
 class Delay:

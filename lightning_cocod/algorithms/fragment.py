@@ -23,8 +23,8 @@ class Fragment:
         sent: how many of the parameters D is about.
         left_out: ranks that D is a mean without; known once it has arrived.
         ends: step at which the round under way ends; None between that and the beginning of the next one.
-        arrives: step at which D is to be merged, if there is one set.
-        ended: step at which the last round ended whose outcome is in θ.
+        launched: step at which D has set out, until it has been merged into θ; None with a ``Delay``, which never does that.
+        ended: step at which the last round ended.
     """
 
     def __init__(self, t: int) -> None:
@@ -35,7 +35,7 @@ class Fragment:
         self.sent = 0
         self.left_out: tuple[int, ...] = ()
         self.ends: int | None = None
-        self.arrives: int | None = None
+        self.launched: int | None = None
         self.ended = t
 
     @property
@@ -67,7 +67,7 @@ class Fragment:
             "dropped": None if self.e is None else [t.clone() for t in self.e],
             "sent": self.sent,
             "left_out": list(self.left_out),
-            "clock": (self.ends, self.arrives, self.ended),
+            "clock": (self.ends, self.launched, self.ended),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], D: Buffer | None) -> None:
@@ -75,7 +75,7 @@ class Fragment:
         for θ_p, value in zip(self.θ.values(), state["theta"].values(), strict=True):
             θ_p.copy_(value)
         self.sent, self.left_out = state["sent"], tuple(state["left_out"])
-        self.ends, self.arrives, self.ended = state["clock"]
+        self.ends, self.launched, self.ended = state["clock"]
         self.D, self.A, self.e = None, None, None
         if state["message"] is not None:
             tensors = D.buckets if D is not None else [torch.empty_like(θ_p) for θ_p in self.about()]

@@ -29,7 +29,7 @@ def warn_of_lost_steps(algorithm: Algorithm, *ended: int) -> None:
     else:
         _log.warning(
             "the last %d to %d steps are not in the model of %s: how many depends on the fragment; the fewest are missing "
-            "after a multiple of the period's steps and the delay",
+            "after a multiple of the period's steps",
             lost[0],
             lost[-1],
             algorithm.name,

@@ -36,16 +36,18 @@ class OuterRounds(Algorithm):
 
     The parts compose: the outer optimizer, the delay, and the weight a of the worker's own, fresh term. CoCoD is the member
     with V(G) = −G, the delay, and a = 1. Where nothing is delayed all θ_i are equal, and a plays no part. With a ``Lag`` the
-    same happens τ steps after the launch, and x_i ← α x_i + (1 − α) θ. (Blocking is τ = α = 0.)
+    same happens τ steps after the launch, and x_i ← α x_i + (1 − α) θ. (Blocking is τ = α = 0; Overlap-Local-SGD has a τ of
+    a whole round.)
 
     Each fragment of the parameters has rounds of its own, of the same length: of P, number p = 1 … P ends its rounds
     ⌈p k / P⌉ steps after those that the period counts begin, so its first one is that short, and the last fragment keeps the
     period's time.
 
-    The consensus model is the mean of the θ_i. It has neither the local steps of the round under way nor a mean in flight,
-    and so has the model at the end: let the number of steps be a multiple of k. Replacing all weights in mid-training
-    (``rewriting``) begins anew, with an outer optimizer that has not stepped. Memory beyond the parameters: θ, what the
-    outer optimizer keeps, with the delay a message; where a round of a fragment ends, Δ, and with the delay G.
+    The consensus model is the mean of the θ_i, with a ``Lag`` as it will be once what is in flight has arrived. It has no
+    local steps of the round under way, and so has the model at the end: let the number of steps be a multiple of k.
+    Replacing all weights in mid-training (``rewriting``) begins anew, with an outer optimizer that has not stepped. Memory
+    beyond the parameters: θ, what the outer optimizer keeps, with the delay a message; where a round of a fragment ends, Δ,
+    and with the delay G.
 
     With ``compression`` the workers send codes of their Δ_i. What a codec drops stays in θ_i − x_i, and so in the next Δ_i,
     or with a ``Delay`` in ``Residuals``: one more copy, and another two while a round ends.
@@ -167,13 +169,12 @@ class OuterRounds(Algorithm):
 
     def _merge(self, fragments: Sequence[Fragment]) -> None:
         for fragment in fragments:
-            if fragment.arrives == self.t and isinstance(self.delay, Lag):
+            if isinstance(self.delay, Lag) and self.delay.is_due(fragment, self.t):
                 self.delay.merge(self, fragment)
 
     def merged(self, fragment: Fragment, *, of: int) -> None:
         """What a fragment has waited for is that of the round which ended at this step."""
         self._merged, self._staleness = fragment.A or self._merged, self.t - of
-        fragment.ended = of
 
     def says(self, Δ: list[Tensor]) -> list[Tensor]:
         """What travels with a ``Lag``: Δ, and what an algorithm adds. Every part becomes its mean in place."""
@@ -220,13 +221,30 @@ class OuterRounds(Algorithm):
             outer["params"] = group
 
     def _pending_correction(self) -> Callable[[], None] | None:
-        return self.fold if self.θ else None
+        for fragment in self.fragments:
+            fragment.drain(counted=False)
+        return self._arrive if self.θ else None
 
     @torch.no_grad()
     def fold(self) -> None:
         """x ← θ, all of them."""
         for fragment in self.fragments:
             fragment.fold()
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """x ← θ as it will be once what is in flight has been merged. Nothing else changes."""
+        self.fold()
+        for fragment in self.fragments:
+            if fragment.launched is None:
+                continue
+            assert self.outer is not None  # made with θ
+            for x_p, θ_p, Δ_p in zip(fragment.x, fragment.about(), fragment.arrived(), strict=False):  # one by one: memory
+                value, state = θ_p.clone(), _copy(self.outer.state[θ_p])
+                self.outer_step([θ_p], [Δ_p])
+                x_p.copy_(θ_p)
+                θ_p.copy_(value)
+                self.outer.state[θ_p] = state
 
     def state_dict(self) -> dict[str, Any]:
         """Adds what the fragments hold, with the drained messages in flight, and what the outer optimizer keeps."""

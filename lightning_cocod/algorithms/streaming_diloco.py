@@ -33,8 +33,8 @@ class StreamingDiLoCo(OuterRounds):
     never take in what the others have found, and is refused.) The first round of fragment p is short, ⌈p k / P⌉ steps. The
     paper has four bits for a value, and every P-th layer in a fragment: name the layers for that.
 
-    The model to evaluate is θ: it, and the model at the end, have of each fragment no local steps since the end of the last
-    round whose mean has been merged; let there be n k + τ steps in all, so that it is no more than k + τ. Memory beyond the
+    The model to evaluate is θ as it will be once what is in flight has been merged: it, and the model at the end, have of
+    each fragment no local steps since the end of its last round; let there be n k steps in all. Memory beyond the
     parameters: two copies of them, θ and m, and one of each fragment in flight.
 
     Args:
