@@ -39,7 +39,7 @@ class SSGD(Pushing):
     can be clipped as ever. The parameters' own ``grad`` is None once it has been pushed, and the optimizer's ``state`` is
     empty: ``optimizer_state`` has it whole, ``finish`` puts it back. Memory beyond the parameters, gradients and
     optimizer: a copy of the gradients, which are freed as they are copied, a shard of them and one of weights, and four
-    buckets; the optimizer's state is N times smaller.
+    buckets; the optimizer's state is N times smaller. On the CPU glibc is told to keep what has been freed (``heap.py``).
 
     Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``. With
     ``overlap_pull`` the pull overlaps what follows the step: the first function of torch that is given a parameter waits
@@ -96,7 +96,8 @@ class SSGD(Pushing):
         """
         if self.overlap_pull and is_compiled(self.model):
             raise ValueError("overlap_pull waits in functions of torch that compiled models do without: leave it out")
-        keep_freed_memory()
+        if self.comm.device.type == "cpu":
+            keep_freed_memory()
         super().start(broadcast=broadcast)
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> Server:
