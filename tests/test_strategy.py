@@ -300,9 +300,10 @@ def test_one_device_is_plain_training(strategy):
 # --- manual optimization, schedules, precision
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *variants()])
 def test_manual_optimization_counts_batches_and_ends_on_the_consensus(strategy):
-    ranks = run_ranks(fit, 2, strategy, {}, False, TwoOptimizers, init=False)
+    module = TwoOfSGD if isinstance(strategy, TWO_WAY) else TwoOptimizers
+    ranks = run_ranks(fit, 2, strategy, {}, False, module, init=False)
     assert_consensus_at_end(ranks)
     for rank in ranks:
         assert rank["steps"] == list(range(1, 13))
@@ -323,7 +324,7 @@ def accumulation_schedule(rank, world, strategy):
     return {"steps": seen.steps, "end": flat(model)}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *variants()])
 def test_accumulation_that_changes_with_the_epoch(strategy):
     ranks = run_ranks(accumulation_schedule, 2, strategy, init=False)
     assert_consensus_at_end(ranks)
@@ -350,7 +351,11 @@ def scaled(rank, world, strategy):
     return {"steps": seen.steps, "rates": seen.rates, "end": flat(model), "scale": scaler.get_scale(), "path": path}
 
 
-@pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
+LOCAL_STEPS = [CO2Strategy, DCS3GDStrategy, DiLoCoStrategy, EagerDiLoCoStrategy, OverlapLocalSGDStrategy, SlowMoStrategy]
+ROUNDS_OF_4 = [*made(period=4), *(kind(period=4) for kind in LOCAL_STEPS), StreamingDiLoCoStrategy(period=4, fragments=1)]
+
+
+@pytest.mark.parametrize("strategy", ROUNDS_OF_4, ids=lambda strategy: strategy.registered_name)
 def test_a_step_that_one_ranks_scaler_skips_counts_on_both(strategy):  # field report 5
     ranks = run_ranks(scaled, 2, strategy, init=False)
     assert_consensus_at_end(ranks)
@@ -420,7 +425,7 @@ class Teacher(Toy):
             theirs.data.lerp_(mine.data, 0.5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *variants()])
 def test_parameters_that_no_optimizer_moves_are_part_of_the_consensus(strategy):
     assert_consensus_at_end(run_ranks(fit, 2, strategy, {}, False, Teacher, init=False))
 
@@ -466,7 +471,7 @@ def different_starts(rank, world, strategy):
     return seen[0]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *variants()])
 def test_initial_weights_and_buffers_are_those_of_rank_0(strategy):
     first, second = run_ranks(different_starts, 2, strategy, init=False)
     assert torch.equal(first, second)
@@ -478,7 +483,7 @@ def again_and_again(rank, world, strategy):
     for _ in range(2):
         L.seed_everything(5, verbose=False)
         model = Toy()
-        t = trainer(strategy, world, max_epochs=1)
+        t = trainer(copy.deepcopy(strategy), world, max_epochs=1)
         for epochs in (1, 2):
             t.fit_loop.max_epochs = epochs
             t.fit(model, loader(), loader(shuffle=False))
@@ -494,7 +499,7 @@ def again_and_again(rank, world, strategy):
     return results
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *variants()])
 def test_fit_validate_test_and_fit_again_with_two_trainers_in_one_process(strategy):
     first, second = run_ranks(again_and_again, 2, strategy, init=False)
     for mine, theirs in zip(first, second, strict=True):
