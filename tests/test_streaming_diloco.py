@@ -7,6 +7,7 @@ equations, with numpy, for all workers at once.
 import copy
 import functools
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -34,7 +35,8 @@ from test_compressed_rounds import encoded
 from torch import nn
 
 from lightning_cocod import DiLoCo, StreamingDiLoCo
-from lightning_cocod.algorithms.outer import Delay, OuterRounds
+from lightning_cocod.algorithms.delay import Delay, Lag
+from lightning_cocod.algorithms.outer import OuterRounds
 from lightning_cocod.algorithms.when import When
 from lightning_cocod.comm import NonFiniteMessage
 
@@ -342,6 +344,50 @@ def test_the_consensus_and_the_end_are_the_outer_parameters_with_what_is_in_flig
     assert distance(evaluated[0].end, alone[-1]) > 1e-3
     assert distance(evaluated[0].consensus[9], alone[9]) > 1e-3
     assert distance(evaluated[0].end, unequal(n) @ positions("many", n)[-1]) > 1e-3
+
+
+class Noting(torch.optim.SGD):
+    """Writes into gradients, as torch's does for all tensors at once, and counts steps in its groups."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.5, momentum=0.6)
+        for group in self.param_groups:
+            group.setdefault("steps", 0)
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.zero_()
+
+
+class Noted(OuterRounds):
+    name = "noted"
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, period=4, outer=Noting, delay=Lag(2, 0.3), fragments=3, **options)
+
+
+@pytest.mark.parametrize("algorithm", [Noted, functools.partial(StreamingDiLoCo, period=4, fragments=3, delay=2)])
+def test_what_an_evaluation_does_with_a_mean_in_flight_is_done_to_copies(algorithm):
+    def run(look):
+        model = Pieces(0)
+        optimizer = torch.optim.SGD(model.parameters(), LR)
+        with algorithm(model, optimizer) as algo:
+            for _ in range(STEPS):
+                with torch.inference_mode() if look else nullcontext(), algo.consensus() if look else nullcontext():
+                    pass
+                optimizer.zero_grad()
+                model().backward()
+                optimizer.step()
+            in_flight = [f.launched for f in algo.fragments]
+            return model.flat(), in_flight, [g.get("steps") for g in algo.outer.param_groups], len(algo.outer.state)
+
+    (x, *rest), (looked, *same) = run(False), run(True)
+    assert bitwise(x, looked)
+    assert rest == same
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -653,6 +699,7 @@ def test_options_out_of_range_are_refused_by_name():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for options, text in [
         ({"delay": -1}, "delay must be a whole number of at least 0, got -1"),
+        ({"delay": None}, "delay must be a whole number of at least 0, got None"),
         ({"delay": 4, "period": 4}, "delay must be less than the period, 4, got 4"),
         ({"delay": 2, "period": {0: 5, 100: 2}}, "delay must be less than the period, 2, got 2"),
         ({"keep": -0.1}, "keep must be a number of at least 0"),

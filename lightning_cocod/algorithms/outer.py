@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,9 @@ class OuterRounds(Algorithm):
     ⌈p k / P⌉ steps after those that the period counts begin, so its first one is that short, and the last fragment keeps the
     period's time.
 
-    The consensus model is the mean of the θ_i, with a ``Lag`` as it will be once what is in flight has arrived. It has no
-    local steps of the round under way, and so has the model at the end: let the number of steps be a multiple of k.
+    The consensus model is the mean of the θ_i, with a ``Lag`` as it will be once what is in flight has arrived; with a
+    ``Delay`` without it. It has no local steps of the round under way, nor has the model at the end: let the number of steps
+    be a multiple of k.
     Replacing all weights in mid-training (``rewriting``) begins anew, with an outer optimizer that has not stepped. Memory
     beyond the parameters: θ, what the outer optimizer keeps, with the delay a message; where a round of a fragment ends, Δ,
     and with the delay G.
@@ -235,16 +237,23 @@ class OuterRounds(Algorithm):
     def _arrive(self) -> None:
         """x ← θ as it will be once what is in flight has been merged. Nothing else changes."""
         self.fold()
+        groups = [] if self.outer is None else self.outer.param_groups
+        group_of = {θ_p: group for group in groups for θ_p in group["params"]}
         for fragment in self.fragments:
-            if fragment.launched is None:
-                continue
-            assert self.outer is not None  # made with θ
-            for x_p, θ_p, Δ_p in zip(fragment.x, fragment.about(), fragment.arrived(), strict=False):  # one by one: memory
-                value, state = θ_p.clone(), _copy(self.outer.state[θ_p])
-                self.outer_step([θ_p], [Δ_p])
-                x_p.copy_(θ_p)
-                θ_p.copy_(value)
-                self.outer.state[θ_p] = state
+            if fragment.launched is not None:
+                for x_p, θ_p, Δ_p in zip(fragment.x, fragment.about(), fragment.arrived(), strict=False):
+                    x_p.copy_(self._ahead(θ_p, Δ_p, group_of[θ_p]))  # one by one: memory
+
+    def _ahead(self, θ_p: Tensor, Δ_p: Tensor, group: dict[str, Any]) -> Tensor:
+        """θ + V(Δ̄) of one parameter: a twin of the outer optimizer makes the step on copies."""
+        assert self.outer is not None  # made with θ
+        ahead = θ_p.clone()
+        twin = self.make_outer([{"params": [ahead]}])
+        twin.param_groups[0].update({name: option for name, option in group.items() if name != "params"})
+        twin.state[ahead] = copy.deepcopy(self.outer.state.get(θ_p, {}))
+        ahead.grad = Δ_p.clone()
+        twin.step()
+        return ahead
 
     def state_dict(self) -> dict[str, Any]:
         """Adds what the fragments hold, with the drained messages in flight, and what the outer optimizer keeps."""

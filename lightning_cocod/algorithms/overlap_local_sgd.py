@@ -32,7 +32,7 @@ class OverlapLocalSGD(OuterRounds):
     The paper gives each worker the momentum of its own displacements and sends z − η v_i; while the weights stay as they
     are, the momentum of the mean is the mean of those, and the rate η cancels. The pull keeps workers together that see
     different data, and the anchor moves by their mean. With β = 0 the anchor is the mean of the pulled workers, a round
-    late. α = 1 with β = 0 would undo every round, and is refused.
+    late. α = 1 would undo every round, and is refused.
 
     The model to evaluate is the anchor, the Δ̄ in flight included: it, and the model at the end, have no local steps since
     the last round's end. Memory beyond the parameters: three copies of them, z, v and the message.
@@ -41,7 +41,7 @@ class OverlapLocalSGD(OuterRounds):
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters.
         period: optimizer steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
-        pull: 0 < α ≤ 1, a pure number.
+        pull: 0 < α < 1, a pure number.
         anchor_momentum: 0 ≤ β < 1, a pure number.
         overlap: False waits for each mean where it is launched: the same trajectory bit for bit, nothing hidden.
         **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
@@ -64,7 +64,7 @@ class OverlapLocalSGD(OuterRounds):
         **shared: Any,
     ) -> None:
         α, β = share("pull", pull), below_one("anchor_momentum", anchor_momentum)
-        if α == 1 and β == 0:
-            raise ValueError("pull=1 with anchor_momentum=0 takes every round back: pull less, or give the anchor momentum")
+        if α == 1:
+            raise ValueError("pull=1 takes every round back, and nothing would ever move: pull less")
         outer, lag = penalised(1.0, β, 1.0, None), Lag(None, 1 - α, overlap=overlap)
         super().__init__(model, optimizer, period, outer=outer, delay=lag, **shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +57,8 @@ class SlowMo(OuterRounds):
         **shared: Any,
     ) -> None:
         self.α, self.β = nonnegative("slow_lr", slow_lr), below_one("slow_momentum", slow_momentum)
-        super().__init__(model, optimizer, period, outer=lambda x_0: SGD(x_0, lr=self.α, momentum=self.β), **shared)
+        outer = partial(SGD, lr=self.α, momentum=self.β)
+        super().__init__(model, optimizer, period, outer=outer, delay=None, fragments=1, **shared)
         self._rates: dict[tuple[int, int], list[float]] = {}  # of the round's steps: optimizer, group
         self._watching: list[Any] = []
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_cocod.algorithms.delay import Lag
 from lightning_cocod.algorithms.diloco import nesterov
 from lightning_cocod.algorithms.fragmentation import Fragments
+from lightning_cocod.algorithms.options import whole
 from lightning_cocod.algorithms.outer import OuterRounds
 from lightning_cocod.algorithms.when import When
 
@@ -70,7 +71,7 @@ class StreamingDiLoCo(OuterRounds):
         overlap: bool = True,
         **shared: Any,
     ) -> None:
-        outer, lag = nesterov(outer_lr, outer_momentum), Lag(delay, keep, overlap=overlap)
+        outer, lag = nesterov(outer_lr, outer_momentum), Lag(whole("delay", delay, least=0), keep, overlap=overlap)
         super().__init__(model, optimizer, period, outer=outer, delay=lag, fragments=fragments, **shared)
         shortest = min(period.values()) if isinstance(period, Mapping) else self.when.period(0)
         if delay >= shortest:
