@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_cocod import ADPSGD, SharedEpoch
 from lightning_cocod.comm import Communicator, PeerLost, communicator
-from lightning_cocod.comm.members import Members, join
+from lightning_cocod.comm.joining import join
+from lightning_cocod.comm.members import Members
 
 LIMIT = 90.0
 

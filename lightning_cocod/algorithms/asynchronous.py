@@ -40,7 +40,7 @@ class Asynchronous(Algorithm):
     A peer that is lost is named in a warning and left out from then on, and the others train on. At their next meeting they
     regroup: from then on the ranks, those of torch's default group included, are those of the workers that are left, and of
     one that is left alone. What needs all of them fails if one is lost while it is under way. A worker that has come back
-    (``comm.members.join``) is let in at the end of a meeting, with the weights of one that has been there; ``start`` waits
+    (``comm.joining.join``) is let in at the end of a meeting, with the weights of one that has been there; ``start`` waits
     for that, and ``meetings`` then says where the others are. Whoever hosts the process group's store cannot be spared.
 
     Args:

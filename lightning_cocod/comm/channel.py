@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lightning_cocod.comm import collectives
 from lightning_cocod.comm.collectives import Operation
+from lightning_cocod.comm.default_group import set_timeout
 from lightning_cocod.comm.errors import TransportError
 from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchange, size_of, unfit
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import PATIENCE, Losses
-from lightning_cocod.comm.members import set_timeout
 from lightning_cocod.comm.message import Message, Report, Subject
 from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle

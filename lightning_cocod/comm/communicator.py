@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.comm.agreement import Agreement
+from lightning_cocod.comm.default_group import forget_default_group
 from lightning_cocod.comm.errors import CommunicationError, PeerLost, in_one_line, transport
 from lightning_cocod.comm.group import Group
 from lightning_cocod.comm.header import WISH, Header, Pace
 from lightning_cocod.comm.heartbeat import Heartbeat, Note
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import Losses
-from lightning_cocod.comm.members import Members, forget_default_group
+from lightning_cocod.comm.members import Members
 from lightning_cocod.comm.message import Subject
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.wishes import Wishes
@@ -56,7 +57,7 @@ class Communicator(Group):
         grace: seconds after a loss, if it is not outlived, in which the training thread must come back to a verb; else the
             process is ended.
         in_step: whether all workers make the same steps, so that they can agree on one.
-        members: of a run that this rank waits to be let in to; see ``comm.members.join``.
+        members: of a run that this rank waits to be let in to; see ``comm.joining.join``.
 
     Raises:
         ValueError: a time that is not positive.

@@ -11,7 +11,6 @@ for all goes through the store that all generations share, which takes one answe
 
 from __future__ import annotations
 
-import ctypes
 import json
 import threading
 import time
@@ -23,17 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from lightning_cocod.comm.default_group import set_timeout
+from lightning_cocod.comm.door import LOOK, Door, Signs
 from lightning_cocod.comm.errors import PeerLost, first_line
 
-_RUN = "lightning_cocod/run"
-_LOOK = 0.05  # seconds between two looks
-_STEADY = 10  # looks in which somebody who waits has looked as well, or is gone
+RUN = "lightning_cocod/run"
+"""Where a store tells of the run that is under way."""
 _BEAT = 0.5  # seconds between two signs that the run is under way
-_SIGNS = 20.0  # seconds without one after which it is not; a busy store has been seen to take 5 for an answer
 
 
 class Members:
@@ -52,7 +49,7 @@ class Members:
 
     def __init__(self, store: Store, run: str, name: int) -> None:
         self._hosted, self._store = store, store.clone()  # whoever hosts it goes on hosting
-        self._run, self.name = f"{_RUN} {run}", name
+        self._run, self.name = f"{RUN} {run}", name
         self.generation = 0
         self.names: tuple[int, ...] = ()
         self.newcomers: tuple[int, ...] = ()
@@ -64,12 +61,12 @@ class Members:
     @classmethod
     def founding(cls, store: Store, rank: int, world_size: int) -> Members:
         """Of a run that begins. Collective: every rank calls it at the same place."""
-        number = store.add(f"{_RUN}s that rank {rank} has begun", 1)  # the same on all: each counts its own
-        root, key = _root(store), f"{_RUN} number {number}"
+        number = store.add(f"{RUN}s that rank {rank} has begun", 1)  # the same on all: each counts its own
+        root, key = root_of(store), f"{RUN} number {number}"
         if rank == 0:
             run = uuid.uuid4().hex
             store.set(key, run)
-            root.set(_RUN, run)
+            root.set(RUN, run)
         members = cls(root, store.get(key).decode(), rank)
         members.names = tuple(range(world_size))
         members._begin()
@@ -182,7 +179,7 @@ class Members:
                 elif all(self._store.check([f"{place}/made {name}"]) for name in self.names):
                     self._settle(f"{place}/outcome", "made")
                 else:
-                    time.sleep(_LOOK)
+                    time.sleep(LOOK)
             return self._store.get(f"{place}/outcome") == b"made"
         except RuntimeError as error:
             raise _store_lost(error) from None
@@ -221,14 +218,14 @@ class Members:
         place = self._place(self.generation + 1)
         self._store.set(f"{place}/here {self.name}", "")
         here: set[int] = set()
-        door = _Door(self._store, self._run, self._let_in, opens=lets_in)
+        door = Door(self._store, self._run, self._let_in, opens=lets_in)
         while not self._store.check([f"{place}/members"]):
             expected = set(living()) | {self.name}
             here |= {name for name in expected - here if self._store.check([f"{place}/here {name}"])}
             if expected <= here and (arrivals := door.look()) is not None:
                 self._settle(f"{place}/members", json.dumps(self._record(expected, *arrivals)))
             else:
-                time.sleep(_LOOK)
+                time.sleep(LOOK)
         return dict(json.loads(self._store.get(f"{place}/members")))
 
     def _record(self, names: Collection[int], last: int, waiting: dict[int, tuple[int, str]]) -> dict[str, Any]:
@@ -256,7 +253,7 @@ class Members:
 
     def _knock(self, timeout: float) -> None:
         """Wait for the answer to one arrival. It may be that somebody has taken this one for gone."""
-        store, signs = self._store, _Signs(self._store, self._run)
+        store, signs = self._store, Signs(self._store, self._run)
         number = store.add(f"{self._run}/arrivals", 1)
         store.set(f"{self._run}/arrival {number}", json.dumps([self.name, self.fingerprint]))
         generation = self._last_generation()
@@ -274,133 +271,11 @@ class Members:
                     return self._adopt(record)
                 if record["arrivals"] >= number and not store.check([f"{self._run}/arrival {number} refused"]):
                     return None  # and knock once more
-            time.sleep(_LOOK)
+            time.sleep(LOOK)
 
     def _last_generation(self) -> int:
         key = f"{self._run}/last generation"
         return int(self._store.get(key)) if self._store.check([key]) else 0
-
-
-class _Signs:
-    """Whether a run is under way: its members say so all the time."""
-
-    def __init__(self, store: Store, run: str) -> None:
-        self._store, self._key = store, f"{run}/signs"
-        self._count, self._at = self._store.add(self._key, 0), time.monotonic()
-
-    def go_on(self, patience: float = _SIGNS) -> bool:
-        """Whether there has been a sign in the last so many seconds."""
-        count, now = self._store.add(self._key, 0), time.monotonic()
-        if count != self._count:
-            self._count, self._at = count, now
-        return now - self._at < patience
-
-    def are_seen(self) -> bool:
-        """Whether there is one soon."""
-        before = self._count
-        while self.go_on():
-            if self._count != before:
-                return True
-            time.sleep(_LOOK)
-        return False
-
-
-class _Door:
-    """Who waits there, and is still there: somebody who waits looks as often as others do."""
-
-    def __init__(self, store: Store, run: str, let_in: int, *, opens: bool) -> None:
-        self._store, self._run, self._let_in, self._opens = store, run, let_in, opens
-        self._counts: dict[int, int] = {}
-        self._looks = 0
-
-    def look(self) -> tuple[int, dict[int, tuple[int, str]]] | None:
-        """The last arrival that is seen to and, by number, name and fingerprint of who is there; None if not known yet."""
-        if not self._opens:
-            return self._let_in, {}
-        last = self._store.add(f"{self._run}/arrivals", 0)
-        for number in range(self._let_in + 1, last + 1):
-            self._counts.setdefault(number, self._count(number))
-        self._looks += bool(self._counts)
-        if self._counts and self._looks < _STEADY:
-            return None
-        there = [number for number, count in self._counts.items() if self._count(number) != count]
-        return last, {number: tuple(json.loads(self._store.get(f"{self._run}/arrival {number}"))) for number in there}
-
-    def _count(self, number: int) -> int:
-        return self._store.add(f"{self._run}/arrival {number} waits", 0)
-
-
-def join(
-    rank: int,
-    world_size: int,
-    *,
-    store: Store | None = None,
-    backend: str = "gloo",
-    timeout: float = 1800.0,
-) -> Members | None:
-    """In place of ``torch.distributed.init_process_group``, for a worker that may have been in the run before.
-
-    If the run is under way, and this worker has been lost from it, torch's default group is one of this process alone until
-    the run lets it in, which is at the end of a meeting of its workers (see ``Asynchronous``)::
-
-        members = join(rank, world_size)
-        with ADPSGD(model, optimizer, communicator=Communicator(members=members)) as a:
-            ...
-
-    Otherwise the run begins, and the group is the usual one.
-
-    Args:
-        rank: of this worker, the same as it had before.
-        world_size: number of workers at the run's beginning.
-        store: that all workers share, and that outlives this one; by default that of ``MASTER_ADDR`` and ``MASTER_PORT``,
-            which rank 0 hosts.
-        backend: of the group.
-        timeout: of its collectives, in seconds.
-
-    Returns:
-        Who is in the run that is under way; None where it begins.
-    """
-    patience = timedelta(seconds=timeout)
-    if store is None:
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=patience))
-    members = returning(store, rank)
-    if members is None:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-    else:
-        alone(store, backend, timeout)
-    return members
-
-
-def returning(store: Store, rank: int) -> Members | None:
-    """This rank at the door of the run that is under way on this store, if one is."""
-    root = _root(store)
-    if not root.check([_RUN]):
-        return None
-    run = root.get(_RUN).decode()
-    return Members(root, run, rank) if _Signs(root, f"{_RUN} {run}").are_seen() else None
-
-
-def alone(store: Store, backend: str, timeout: float) -> None:
-    """The default group is of this process alone."""
-    part = PrefixStore(uuid.uuid4().hex, store)
-    dist.init_process_group(backend, store=part, rank=0, world_size=1, timeout=timedelta(seconds=timeout))
-
-
-def forget_default_group(*, somebody_is_lost: bool) -> None:
-    """There is none any more, and no other group either.
-
-    If somebody in it may be lost they are leaked: destroying them could wait for an operation.
-    """
-    if somebody_is_lost:
-        for group in list(c10d._world.pg_map):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    dist.destroy_process_group()
-
-
-def set_timeout(seconds: float, group: dist.ProcessGroup | None) -> None:
-    """Of the collectives of a group."""
-    set_it: Any = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # its name before torch 2.14
-    set_it(timedelta(seconds=seconds), group)
 
 
 def _lost(reason: str) -> PeerLost:
@@ -411,7 +286,8 @@ def _store_lost(error: RuntimeError) -> PeerLost:
     return _lost(f"the store is lost, and without it nobody goes on together ({first_line(error)})")
 
 
-def _root(store: Store) -> Store:
+def root_of(store: Store) -> Store:
+    """The store behind all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

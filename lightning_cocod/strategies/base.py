@@ -32,8 +32,10 @@ from lightning_cocod.algorithms.naming import with_inter_node
 from lightning_cocod.algorithms.node import Sizes
 from lightning_cocod.algorithms.options import choice, nonfinite, positive
 from lightning_cocod.comm import Communicator, seconds
+from lightning_cocod.comm.default_group import alone
+from lightning_cocod.comm.joining import returning
 from lightning_cocod.comm.ledger import Reading
-from lightning_cocod.comm.members import Members, alone, returning
+from lightning_cocod.comm.members import Members
 from lightning_cocod.strategies import calendar, own_state, parts, refusals
 from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
