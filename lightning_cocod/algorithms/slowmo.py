@@ -38,7 +38,7 @@ class SlowMo(OuterRounds):
         period: optimizer steps k of a round, a schedule ``{step: k}``, or a rule (``when.When``).
         slow_lr: α ≥ 0, a pure number.
         slow_momentum: 0 ≤ β < 1, a pure number.
-        **shared: as for ``OuterRounds``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
+        **shared: as for ``OuterRounds``, but ``fragments`` and ``delay``: ``weights``, ``warmup_steps``, ``on_nonfinite``, …
 
     Raises:
         ValueError: an option out of range.
