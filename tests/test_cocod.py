@@ -614,13 +614,13 @@ def held_back():
 @contextmanager
 def jitter(rank):
     """Sleeps of random length between the buckets, different on every rank."""
-    draw, reduce = random.Random(rank), collectives._all_reduce
+    draw, fill = random.Random(rank), collectives._fill
 
     def later(*args):
         time.sleep(draw.random() * 2e-3)
-        return reduce(*args)
+        return fill(*args)
 
-    with mock.patch.object(collectives, "_all_reduce", later):
+    with mock.patch.object(collectives, "_fill", later):
         yield
 
 

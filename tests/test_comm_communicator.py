@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.faults import in_the_ring
 from support.ranks import free_port, run_ranks, run_ranks_raw, torchrun_env
 
 from lightning_cocod.comm import (
@@ -327,8 +328,8 @@ def slow_transport(seconds):
         time.sleep(seconds)
         return fast(*args, **kwargs)
 
-    fast = collectives._all_reduce
-    with mock.patch.object(collectives, "_all_reduce", slow):
+    fast = collectives._fill
+    with mock.patch.object(collectives, "_fill", slow):
         yield
 
 
@@ -600,17 +601,13 @@ def test_a_rank_that_started_later_than_the_host_of_the_store_still_hears_the_re
 
 def dying_while(doing):
     """Patches the transport of this rank so that the rank dies in the middle of a message of many buckets."""
-    launch, calls = collectives._all_reduce, itertools.count(1)
+    calls = itertools.count(1)
 
-    def all_reduce(*args, **kwargs):
-        work = launch(*args, **kwargs)
+    def die():
         if next(calls) == 5:
-            if doing == "reducing":
-                work.wait()
             os.kill(os.getpid(), signal.SIGKILL)
-        return work
 
-    collectives._all_reduce = all_reduce
+    in_the_ring(doing, die)
 
 
 def stay_until_all_know(rank, n, folder):

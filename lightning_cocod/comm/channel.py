@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.comm import collectives
 from lightning_cocod.comm.collectives import Operation
@@ -20,7 +21,10 @@ from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchan
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import PATIENCE, Losses
+from lightning_cocod.comm.meeting import own_address
 from lightning_cocod.comm.message import Message, Report, Subject
+from lightning_cocod.comm.ring import Ring
+from lightning_cocod.comm.ring_connections import close_ring
 from lightning_cocod.comm.sockets import Connections
 from lightning_cocod.comm.thread import CommunicationThread, Handle
 from lightning_cocod.comm.tracer import Tracer
@@ -64,6 +68,8 @@ class Channel:
         self._thread: CommunicationThread | None = None
         self._connections = Connections()
         self._groups: list[dist.ProcessGroup] = []
+        self._ring: Ring | None = None
+        """For sums, on the CPU."""
 
     # Lifecycle
 
@@ -89,6 +95,16 @@ class Channel:
             self._groups.append(self._new_group("nccl", parts, patience))
         for group in self._groups if making else ():
             set_timeout(timeout, group)
+        if self.device.type == "cpu" and self.world_size > 1:
+            self._ring = self._new_ring(timeout, making or timeout)
+
+    def _new_ring(self, timeout: float, patience: float) -> Ring:
+        address = self._connections.address() or own_address(_get_default_store())
+        me, check = self.ranks[self.rank], self._home.losses.check
+        after, before = close_ring(self._groups[0], address, me, self.ranks, patience, check)
+        self._connections.add(after)
+        self._connections.add(before)
+        return Ring(after, before, self.rank, self.world_size, timeout)
 
     def _new_group(self, backend: str, parts: Sequence[Sequence[int]], patience: timedelta) -> dist.ProcessGroup:
         groups = [dist.new_group(list(part), backend=backend, timeout=patience) for part in parts]
@@ -107,7 +123,9 @@ class Channel:
                 abandon(group)
             else:
                 dist.destroy_process_group(group)
-        self._groups, self._thread = [], None
+        if self._ring is not None and not self._under_way:
+            self._ring.close()
+        self._groups, self._thread, self._ring = [], None, None
 
     # Messages
 
@@ -216,7 +234,7 @@ class Channel:
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         with tracer.span("transfer", message=str(subject)):
-            idle = collectives.run(operation, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+            idle = self._run(operation, tracer)
         times = 1
         if (late := operation.late_flags()) is not None:
             with tracer.span("headers", message=str(subject)):
@@ -225,7 +243,7 @@ class Channel:
             report.left_out = unfit(headers, self.ranks, skip=subject.skip)
             if report.left_out:
                 self._leave_out(report.left_out, subject, operation)
-                collectives.run(operation, self._groups[-1], self._scratch, self._home.losses.over, tracer)
+                self._run(operation, tracer)
                 times = 2
         arrived = self.lane.mark()
         numbers = None
@@ -241,6 +259,9 @@ class Channel:
         ledger.add(sent=sent, received=received, raw=raw, messages=1)
         if subject.counted:
             ledger.add_when_known("busy", lambda: None if (s := self.lane.seconds(begun, arrived)) is None else s - idle)
+
+    def _run(self, operation: Operation, tracer: Tracer) -> float:
+        return collectives.run(operation, self._groups[-1], self._ring, self._scratch, self._home.losses.over, tracer)
 
     def _leave_out(self, ranks: tuple[int, ...], subject: Subject, operation: Operation) -> None:
         operation.weigh(self.rank, [subject.weight(rank, ranks) for rank in range(self.world_size)])

@@ -22,6 +22,7 @@ from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import finite, norm, norms, total
+from lightning_cocod.comm.ring import Ring
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
 
@@ -137,6 +138,19 @@ class Collective(Operation):
         """Take the result."""
 
 
+class AllReduce(Collective):
+    """What comes back is what all workers have filled in, added up: by Gloo or NCCL, or round a ring."""
+
+    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Sum over the workers. The group's own method: what torch wraps around it takes longer than handing over."""
+        with transport:
+            return group.allreduce([scratch], _SUM)
+
+    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
+        """Those of a ring."""
+        return ring(self.layout.summed_nbytes, world_size)
+
+
 class _InPlace(Collective):
     """Reads and writes a list of tensors."""
 
@@ -159,7 +173,7 @@ class _InPlace(Collective):
         torch._foreach_copy_(pieces, self.layout.cut(bucket, scratch, pieces))
 
 
-class Mean(_InPlace):
+class Mean(_InPlace, AllReduce):
     """x ← Σ_j w_j x_j."""
 
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
@@ -172,11 +186,6 @@ class Mean(_InPlace):
         super().fill(bucket, scratch)
         scratch.mul_(self.weight)
 
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Sum over the workers."""
-        with transport:
-            return _all_reduce(scratch, group)
-
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Copy the pieces out, having looked at how far they move."""
         if self._distances is not None:
@@ -184,10 +193,6 @@ class Mean(_InPlace):
             torch._foreach_sub_(pieces, self.layout.cut(bucket, scratch, pieces))  # in place: no new memory every round
             self._distances += norms(pieces)
         super().drain(bucket, scratch)
-
-    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Those of a ring all-reduce."""
-        return ring(self.layout.summed_nbytes, world_size)
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
@@ -224,7 +229,7 @@ class Broadcast(_InPlace):
         return ((world_size - 1) * nbytes, 0) if rank == self._source else (0, nbytes)
 
 
-class Correction(Collective):
+class Correction(AllReduce):
     """S ← Σ_j w_j S_j - a S: the snapshot becomes its own correction. One that is left out becomes the mean itself.
 
     In half precision the difference is taken in float32 and only then rounded: its error is relative to the correction,
@@ -248,11 +253,6 @@ class Correction(Collective):
         else:  # the product, too, in the dtype of the sum
             scratch.copy_(self._snapshot[bucket]).mul_(self.weight)
 
-    def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
-        """Sum over the workers."""
-        with transport:
-            return _all_reduce(scratch, group)
-
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """S_i ← mean - a S_i; the size of mean - S_i is taken while it is in the cache. Without an S_i, S_i ← mean."""
         S = self._snapshot[bucket]
@@ -271,10 +271,6 @@ class Correction(Collective):
     def _measure(self, difference: Tensor) -> None:
         self._distances += norms([difference])
 
-    def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Those of a ring all-reduce."""
-        return ring(self.layout.summed_nbytes, world_size)
-
     def distance(self) -> Tensor | None:
         """‖mean - S‖."""
         return total(self._distances)
@@ -286,19 +282,53 @@ def ring(nbytes: int, world_size: int) -> tuple[int, int]:
     return moved, moved
 
 
-def _all_reduce(bucket: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The group's own method: what torch wraps around it takes longer than handing over."""
-    return group.allreduce([bucket], _SUM)
-
-
 @torch.no_grad()
-def run(operation: Operation, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer) -> float:
-    """All stages, until communication is ``over``.
+def run(
+    operation: Operation,
+    group: dist.ProcessGroup,
+    ring: Ring | None,
+    scratch: Scratch,
+    over: threading.Event,
+    tracer: Tracer,
+) -> float:
+    """All stages, until communication is ``over``; sums round a ring if there is one.
 
     Returns:
         Seconds in which nothing was under way, as the next bucket had not been computed.
     """
-    return sum(_carry_out(stage, group, scratch, over, tracer) for stage in operation.stages(tracer))
+    idle = 0.0
+    for stage in operation.stages(tracer):
+        if ring is not None and isinstance(stage, AllReduce):
+            _go_round(stage, ring, scratch, over, tracer)
+        else:
+            idle += _carry_out(stage, group, scratch, over, tracer)
+    return idle
+
+
+def _go_round(collective: AllReduce, ring: Ring, scratch: Scratch, over: threading.Event, tracer: Tracer) -> None:
+    """All buckets of a sum, in their order."""
+    order = collective.order()
+
+    def parts() -> Iterator[Tensor]:
+        for place, bucket in enumerate(order):
+            memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=True)
+            _fill(collective, bucket, memory, tracer)
+            yield memory
+
+    sums = ring.sums(parts(), len(order), over)
+    for bucket in order:
+        with tracer.span("reduce"):
+            memory = next(sums)
+        with tracer.span("decode"):
+            collective.drain(bucket, memory)
+
+
+def _fill(collective: Collective, bucket: int, memory: Tensor, tracer: Tracer) -> None:
+    with tracer.span("encode"):
+        if collective.weight:
+            collective.fill(bucket, memory)
+        else:
+            memory.zero_()  # not 0·x: that is NaN where x is
 
 
 def _carry_out(
@@ -334,15 +364,11 @@ def _carry_out(
                 gate.pass_(bucket, over)
             idle += time.perf_counter() - begun
         memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-        with tracer.span("encode"):
-            if collective.weight:
-                collective.fill(bucket, memory)
-            else:
-                memory.zero_()  # not 0·x: that is NaN where x is
-            if (launched := collective.launch(bucket, memory, group)) is None:
-                collective.drain(bucket, memory)
-            else:
-                at_work.append((place, bucket, memory, launched))
+        _fill(collective, bucket, memory, tracer)
+        if (launched := collective.launch(bucket, memory, group)) is None:
+            collective.drain(bucket, memory)
+        else:
+            at_work.append((place, bucket, memory, launched))
     while at_work:
         finish_oldest()
     return idle

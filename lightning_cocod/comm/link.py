@@ -201,7 +201,7 @@ class Link:
                 self._sending.release()
 
     def _outgoing(self, kind: int, tensors: Sequence[Tensor], step: int, tag: int, finite: bool) -> Iterator[memoryview]:
-        views = [_memory(tensor) for tensor in tensors] if finite else []
+        views = [memory_of(tensor) for tensor in tensors] if finite else []
         nbytes = sum(view.nbytes for view in views)
         yield memoryview(_FORM.pack(kind, 0 if finite else _NONFINITE, tag, step, nbytes))
         yield from views
@@ -219,7 +219,7 @@ class Link:
     def _payload(self, header: Header, tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         if not header.finite:
             return
-        views = [_memory(tensor) for tensor in tensors]
+        views = [memory_of(tensor) for tensor in tensors]
         if header.nbytes != (expected := sum(view.nbytes for view in views)):
             raise MessageMismatch(f"rank {self.peer} sent {header.nbytes} bytes where {expected} were expected")
         yield from views
@@ -272,7 +272,7 @@ def _next(parts: Iterator[memoryview]) -> memoryview | None:
     return next((part for part in parts if part.nbytes), None)
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """A tensor's bytes.
 
     Raises:

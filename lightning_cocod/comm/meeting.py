@@ -23,7 +23,8 @@ from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.link import HELLO, Link
 
 _log = logging.getLogger(__name__)
-_TOKEN = 16  # bytes
+TOKEN = 16
+"""Bytes of a token."""
 _LOOK, _PART = 0.02, 0.5  # seconds between two looks into the store, and between two checks
 _GREETING = 10.0  # seconds in which somebody who has connected must have sent the token
 
@@ -67,8 +68,8 @@ def meet(
     asked: dict[int, Link] = {}
     answered: dict[int, Link] = {}
     try:
-        with closing(_listen(own_address(store), len(answers))) as listener:
-            token = secrets.token_bytes(_TOKEN)
+        with closing(listen(own_address(store), len(answers))) as listener:
+            token = secrets.token_bytes(TOKEN)
             if answers:
                 host, port = listener.getsockname()[:2]
                 store.set(key(rank), json.dumps([host, port, token.hex()]))
@@ -105,7 +106,8 @@ def own_address(store: Store) -> str:
     return "127.0.0.1"
 
 
-def _listen(host: str, peers: int) -> socket.socket:
+def listen(host: str, peers: int) -> socket.socket:
+    """At any port of an address of this host, for so many."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((host, 0))
@@ -160,17 +162,11 @@ def _accept(
     check: Callable[[], None],
 ) -> Link | None:
     """The next of the missing ranks, or None where it was somebody else, or nobody yet."""
-    listener.settimeout(_PART)
-    try:
-        connection, address = listener.accept()
-    except TimeoutError:
+    connection = admit(listener, token)
+    if connection is None:
         if time.monotonic() >= deadline:
-            raise PeerLost(f"rank {missing[0]} has not appeared within {timeout:g} s") from None
+            raise PeerLost(f"rank {missing[0]} has not appeared within {timeout:g} s")
         check()
-        return None
-    if not _has_token(connection, token):
-        _log.warning("a connection from %s did not begin with the token of this run: closed", address[0])
-        connection.close()
         return None
     link = Link(connection, missing[0], ledger)
     try:
@@ -185,14 +181,28 @@ def _accept(
     return link
 
 
+def admit(listener: socket.socket, token: bytes) -> socket.socket | None:
+    """The next connection, if it begins with the token; None where it does not, or nobody has come for a moment."""
+    listener.settimeout(_PART)
+    try:
+        connection, address = listener.accept()
+    except TimeoutError:
+        return None
+    if _has_token(connection, token):
+        return connection
+    _log.warning("a connection from %s did not begin with the token of this run: closed", address[0])
+    connection.close()
+    return None
+
+
 def _has_token(connection: socket.socket, token: bytes) -> bool:
     """Whether it begins with the token. No more than that is read."""
     limit = time.monotonic() + _GREETING
     got = b""
     with suppress(OSError):
-        while len(got) < _TOKEN and (left := limit - time.monotonic()) > 0:
+        while len(got) < TOKEN and (left := limit - time.monotonic()) > 0:
             connection.settimeout(left)
-            part = connection.recv(_TOKEN - len(got))
+            part = connection.recv(TOKEN - len(got))
             if not part:
                 break
             got += part

@@ -51,6 +51,19 @@ class Connections:
         made = {fd: inode for fd, inode in _sockets().items() if inode not in before.values()}
         self._made = {fd: inode for fd, inode in made.items() if _port(fd, listening=False) not in served}
 
+    def add(self, connection: socket.socket) -> None:
+        """One more that belongs to the group."""
+        self._made[connection.fileno()] = os.fstat(connection.fileno()).st_ino
+
+    def address(self) -> str | None:
+        """This host's, at which its peers have been reached; None where that cannot be seen."""
+        for fd in self._made:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()  # fails if it is connected to nobody
+                    return str(connection.getsockname()[0])
+        return None
+
     def are_broken(self) -> bool:
         """Whether the transport has closed one of them, as it does when the peer's end is gone, at work or idle."""
         for fd, inode in self._made.items():

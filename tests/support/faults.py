@@ -20,7 +20,7 @@ import traceback
 from functools import partial
 from multiprocessing import Pipe
 
-from lightning_cocod.comm import collectives
+from lightning_cocod.comm import ring
 from support import worker
 from support.toys import Toy
 
@@ -134,16 +134,26 @@ class Faulty(Toy):
 
 def in_the_transport(where, happens):
     """From now on, this rank's next message meets the fault: its bytes are handed over, or have been reduced here."""
-    launch = collectives._all_reduce
+    in_the_ring(where.removeprefix("while "), happens)
 
-    def all_reduce(*args, **kwargs):
-        work = launch(*args, **kwargs)
-        if where == "while reducing":
-            work.wait()
+
+def in_the_ring(doing, happens):
+    """From now on, that happens whenever a part of a bucket has been handed over, or whenever a sum has come back."""
+    has_sent, sums = ring._Round._has_sent, ring.Ring.sums
+
+    def sending(self):
+        has_sent(self)
         happens()
-        return work
 
-    collectives._all_reduce = all_reduce
+    def reducing(*args):
+        for memory in sums(*args):
+            happens()
+            yield memory
+
+    if doing == "sending":
+        ring._Round._has_sent = sending
+    else:
+        ring.Ring.sums = reducing
 
 
 LIMIT = 50.0

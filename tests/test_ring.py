@@ -1,0 +1,291 @@
+"""Sums round a ring: exact, the same everywhere, in any timing, and an end whatever happens to a neighbour."""
+
+import logging
+import random
+import socket
+import threading
+import time
+from contextlib import closing
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from lightning_cocod.comm import Communicator, Subject, buckets, ring_connections
+from lightning_cocod.comm.errors import PeerLost, TransportError
+from lightning_cocod.comm.ring import IN_TURN, Ring
+from lightning_cocod.comm.ring_connections import close_ring
+from lightning_cocod.comm.sockets import Connections, _sockets
+
+LIMIT = 30.0
+SILENCE = 20.0  # longer than any test waits
+BIG = 3_000_000  # float64 values: more than sockets buffer
+
+
+def ring_of(n, timeout=SILENCE):
+    """The places of n workers, who are threads here."""
+    edges = [socket.socketpair() for _ in range(n)]  # from worker r to worker r + 1
+    for end in (end for edge in edges for end in edge):
+        end.setblocking(False)
+    return [Ring(edges[r][0], edges[r - 1][1], r, n, timeout) for r in range(n)]
+
+
+def at_once(*works):
+    """The results of all, or their errors, each in a thread of its own."""
+    results = [None] * len(works)
+
+    def run(place, work):
+        try:
+            results[place] = work()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return results
+
+
+def summed(ring, tensors, over=None, before_each=lambda: None):
+    def parts():
+        for t in tensors:
+            before_each()
+            yield t.clone()
+
+    return [s.clone() for s in ring.sums(parts(), len(tensors), over or threading.Event())]
+
+
+def everybody(n, sizes, dtype):
+    """What each worker adds, drawn anew for each bucket."""
+    torch.manual_seed(n)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return [[torch.randn(size, dtype=wide).mul(100).to(dtype) for size in sizes] for _ in range(n)]
+
+
+def expected(tensors):
+    """The sums, each part from the worker on whose it sets out."""
+    n, out = len(tensors), []
+    for bucket in range(len(tensors[0])):
+        size = tensors[0][bucket].numel()
+        ends = [size * part // n for part in range(n + 1)]
+        parts = []
+        for part in range(n):
+            span = slice(ends[part], ends[part + 1])
+            total = tensors[part][bucket][span].clone()
+            for step in range(1, n):
+                total = tensors[(part + step) % n][bucket][span] + total
+            parts.append(total)
+        out.append(torch.cat(parts))
+    return out
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def no_socket_is_left():
+    before = set(_sockets())
+    yield
+    assert set(_sockets()) <= before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.int64], ids=str)
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+def test_sums_are_exact_and_the_same_everywhere_bit_for_bit(n, dtype, no_socket_is_left):
+    for sizes in ([], [5], [1, 1], [n - 1, 40, 3], [1000, 0, 17, 4096, 1, 2, 64]):
+        tensors, rings = everybody(n, sizes, dtype), ring_of(n)
+        results = at_once(*(lambda r=r: summed(rings[r], tensors[r]) for r in range(n)))
+        assert all(equal(result, expected(tensors)) for result in results), sizes
+        for ring in rings:
+            ring.close()
+
+
+def test_added_in_the_order_of_the_workers_they_would_differ():
+    """The negative control."""
+    tensors = everybody(4, [1000], torch.float32)
+    assert not equal([sum(t[0] for t in tensors)], expected(tensors))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_timing_changes_no_bit_and_one_round_follows_another(n):
+    draw = random.Random(n)
+    rings, tensors = ring_of(n), everybody(n, [3000, 1, 5000, 700, 800], torch.float32)
+
+    def worker(r):
+        naps = [draw.random() * 3e-3 for _ in range(15)]
+        return [summed(rings[r], tensors[r], before_each=lambda: time.sleep(naps.pop())) for _ in range(3)]
+
+    for rounds in at_once(*(lambda r=r: worker(r) for r in range(n))):
+        assert all(equal(sums, expected(tensors)) for sums in rounds)
+    for ring in rings:
+        ring.close()
+
+
+def test_buckets_larger_than_what_sockets_buffer_go_round_and_two_of_them_are_at_work():
+    rings, tensors = ring_of(2), everybody(2, [BIG] * 5, torch.float64)
+    ahead, taken = [], []
+
+    def counting():
+        def parts():
+            for number, t in enumerate(tensors[0]):
+                ahead.append(number - len(taken))
+                yield t.clone()
+
+        for total in rings[0].sums(parts(), 5, threading.Event()):
+            taken.append(total)
+        return taken
+
+    own, other = at_once(counting, lambda: summed(rings[1], tensors[1]))
+    assert equal(own, expected(tensors))
+    assert equal(other, own)
+    assert max(ahead) == IN_TURN - 1
+    for ring in rings:
+        ring.close()
+
+
+def test_a_worker_that_goes_away_ends_the_sums_of_the_others():
+    rings, tensors = ring_of(3), everybody(3, [BIG] * 4, torch.float64)
+
+    def leaves():
+        sums = rings[1].sums((t.clone() for t in tensors[1]), 4, threading.Event())
+        next(sums)
+        rings[1].close()
+
+    first, _, third = at_once(lambda: summed(rings[0], tensors[0]), leaves, lambda: summed(rings[2], tensors[2]))
+    for error in (first, third):
+        assert isinstance(error, TransportError)
+    rings[0].close()
+    rings[2].close()
+
+
+@pytest.mark.parametrize("why", ["it was given up", "nothing has moved for 0.1 s"])
+def test_a_worker_that_is_silent_is_not_waited_for_for_ever(why):
+    ring, silent = ring_of(2, timeout=0.1 if "moved" in why else SILENCE)
+    over = threading.Event()
+    if "given" in why:
+        over.set()
+    with pytest.raises(TransportError, match=why):
+        summed(ring, [torch.ones(10)], over)
+    ring.close()
+    silent.close()
+
+
+def test_a_connection_that_is_shut_down_wakes_who_waits_for_it():
+    ring, silent = ring_of(2)
+
+    def cut():
+        time.sleep(0.05)  # it most likely waits by then; it ends either way
+        ring.before.shutdown(socket.SHUT_RDWR)
+
+    error, _ = at_once(lambda: summed(ring, [torch.ones(10)]), cut)
+    assert isinstance(error, TransportError)
+    ring.close()
+    silent.close()
+
+
+# How it is made
+
+
+def closed_with_a_stranger(rank, n):
+    connect = socket.create_connection
+
+    def listen(address, peers):
+        listener = real(address, peers)
+        stranger.append(connect(listener.getsockname()[:2]))  # the first to connect
+        stranger[0].sendall(b"x" * 100)
+        return listener
+
+    real, stranger, logged = ring_connections.listen, [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("lightning_cocod.comm.meeting").addHandler(handler)
+    with mock.patch.object(ring_connections, "listen", listen):
+        ring = Ring(*close_ring(dist.group.WORLD, "127.0.0.1", rank, range(n), LIMIT, lambda: None), rank, n, SILENCE)
+    (total,) = summed(ring, [torch.full((9,), float(rank))])
+    dist.barrier()
+    ring.close()
+    stranger[0].close()
+    return total.tolist(), len(logged)
+
+
+def test_a_stranger_is_turned_away_and_the_ring_closes_without_it():
+    assert run_ranks(closed_with_a_stranger, 3) == [([3.0] * 9, 1)] * 3
+
+
+def not_reached(rank, n):
+    def refuses(*_, **__):
+        raise ConnectionRefusedError("refused")
+
+    with mock.patch.object(ring_connections.socket, "create_connection", refuses), pytest.raises(PeerLost) as caught:
+        close_ring(dist.group.WORLD, "127.0.0.1", rank, range(n), LIMIT, lambda: None)
+    dist.barrier()
+    return str(caught.value).partition(" at ")[0]
+
+
+def test_a_neighbour_that_cannot_be_reached_is_named():
+    assert run_ranks(not_reached, 2) == ["rank 1 cannot be reached", "rank 0 cannot be reached"]
+
+
+def test_who_waits_for_a_neighbour_looks_up_now_and_then():
+    class Gone(Exception):
+        pass
+
+    def gone():
+        raise Gone
+
+    def told(everybodys, own, group):
+        everybodys[:] = [own, (*listener.getsockname(), b"")]
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener, mock.patch.object(dist, "all_gather_object", told):
+        with pytest.raises(Gone):
+            close_ring(None, "127.0.0.1", 0, (0, 1), LIMIT, gone)
+        with pytest.raises(PeerLost, match=r"rank 1 has not connected within 0\.01 s"):
+            close_ring(None, "127.0.0.1", 0, (0, 1), 0.01, lambda: None)
+
+
+def test_the_address_is_that_of_the_transports_own_connections():
+    connections = Connections()
+    assert connections.address() is None
+    with closing(socket.create_server(("127.0.0.2", 0))) as server, closing(socket.socket()) as end:
+        with connections.being_made():
+            end = socket.create_connection(server.getsockname(), source_address=("127.0.0.3", 0))
+        assert connections.address() == "127.0.0.3"
+        end.close()
+
+
+# In a communicator
+
+
+def over_gloo_and_round_the_ring(rank, n):
+    torch.manual_seed(rank)
+    results = []
+    for ring in (True, False):
+        comm = Communicator()
+        comm.start()
+        if not ring:
+            comm._ring.close()
+            comm._ring = None
+        torch.manual_seed(rank)
+        x = [torch.randn(300, 7), torch.randn(50).bfloat16(), torch.randn(9, dtype=torch.complex64), torch.randn(())]
+        with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1024):
+            comm.mean_(x, 1 / n, Subject("test", "mean", 0)).wait()
+        totals = comm.ledger.totals()
+        results.append(([t.clone() for t in x], totals.sent, totals.received))
+        comm.close()
+    return results
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_means_round_the_ring_are_those_of_the_transport_to_rounding_and_cost_the_same_bytes(n):
+    ranks = run_ranks(over_gloo_and_round_the_ring, n)
+    for (ring, *bytes_), (gloo, *gloo_bytes) in ranks:
+        assert bytes_ == gloo_bytes
+        for a, b, first in zip(ring, gloo, ranks[0][0][0], strict=True):
+            assert torch.equal(a, first)
+            torch.testing.assert_close(a, b, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-6, atol=1e-6)
