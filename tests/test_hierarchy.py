@@ -40,7 +40,7 @@ from lightning_cocod import (
     StreamingDiLoCo,
 )
 from lightning_cocod.algorithms.node import division
-from lightning_cocod.comm import Communicator, collectives
+from lightning_cocod.comm import Communicator, carrying
 from lightning_cocod.comm.header import size_of
 from lightning_cocod.comm.tracer import Recorder, Span
 from lightning_cocod.strategies import CoCoDStrategy, LocalSGDStrategy, PipeSGDStrategy
@@ -365,7 +365,7 @@ def test_what_a_codec_drops_does_not_separate_a_node_for_longer_than_a_round():
 
 
 def held_up(rank, n):
-    gate, run = threading.Event(), collectives.run
+    gate, run = threading.Event(), carrying.run
     gate.set()
 
     def later(collective, group, *rest):
@@ -375,7 +375,7 @@ def held_up(rank, n):
 
     model, steps = Problems([rank]), []
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    with mock.patch.object(collectives, "run", later), CoCoD(model, optimizer, 6, intra_node=1, ranks_per_node=2) as algo:
+    with mock.patch.object(carrying, "run", later), CoCoD(model, optimizer, 6, intra_node=1, ranks_per_node=2) as algo:
         algo.comm.tracer = recorder = Recorder(algo.comm.lane)
         for t in range(12):
             if t == 5:
@@ -488,7 +488,7 @@ def test_a_rank_with_nan_is_left_out_of_its_nodes_mean_and_repaired(h):
 
 def dies(rank, n, folder):
     """Rank 3 is killed in an average of its node."""
-    run = collectives.run
+    run = carrying.run
 
     def fatal(collective, group, *rest):
         if rank == 3 and group.size() == 2:
@@ -505,7 +505,7 @@ def dies(rank, n, folder):
                 model().backward()
                 algo.step()
 
-    with mock.patch.object(collectives, "run", fatal), pytest.raises(PeerLost) as caught:
+    with mock.patch.object(carrying, "run", fatal), pytest.raises(PeerLost) as caught:
         for_ever()
     stay_until_all_know(rank, n, folder)
     return str(caught.value)

@@ -36,7 +36,7 @@ from test_cocod import (
 from torch import nn
 
 from lightning_cocod import CO2, NonFiniteMessage, PipeSGD, PipeSGDStrategy
-from lightning_cocod.comm import collectives
+from lightning_cocod.comm import carrying
 from lightning_cocod.comm.buckets import Layout
 
 SIZES = [1, 2, 4]
@@ -295,13 +295,13 @@ def test_every_optimizer_has_a_pipe_of_its_own():
 @contextmanager
 def held_back():
     """Yields a semaphore: every message waits for a permit of its own."""
-    permits, run = threading.Semaphore(0), collectives.run
+    permits, run = threading.Semaphore(0), carrying.run
 
     def later(*args):
         assert permits.acquire(timeout=30)
         return run(*args)
 
-    with mock.patch.object(collectives, "run", later):
+    with mock.patch.object(carrying, "run", later):
         yield permits
 
 

@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from test_cocod import LIMIT, normalised
 from torch import nn
 
-from lightning_cocod.comm import collectives, powersgd
+from lightning_cocod.comm import carrying, powersgd
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.parts import FromZero
 from lightning_cocod.comm.powersgd import LowRank
@@ -64,7 +64,7 @@ class Mean:
         D, R = self.layout.buffer(), [torch.empty_like(t) for t in M]
         D.copy_(M)
         operation = self.how.mean(FromZero(D, R, 0.0), self.x, self.weights, self.rank, self.step)
-        collectives.run(operation, dist.group.WORLD, collectives.new_scratch(), threading.Event(), Tracer())
+        carrying.run(operation, dist.group.WORLD, None, carrying.new_scratch(), threading.Event(), Tracer())
         m = [torch.empty_like(t) for t in M]
         D.copy_to(m)
         self.step += 1

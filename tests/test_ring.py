@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 
 from lightning_cocod.comm import Communicator, Subject, buckets, ring_connections
 from lightning_cocod.comm.errors import PeerLost, TransportError
-from lightning_cocod.comm.ring import IN_TURN, Ring
+from lightning_cocod.comm.ring import IN_FLIGHT, Leg, Ring
 from lightning_cocod.comm.ring_connections import close_ring
 from lightning_cocod.comm.sockets import Connections, _sockets
 
@@ -51,13 +51,13 @@ def at_once(*works):
     return results
 
 
-def summed(ring, tensors, over=None, before_each=lambda: None):
-    def parts():
+def summed(ring, tensors, over=None, before_each=lambda: None, leg=Leg.ALL_REDUCE, is_there=None):
+    def buckets():
         for t in tensors:
             before_each()
             yield t.clone()
 
-    return [s.clone() for s in ring.sums(parts(), len(tensors), over or threading.Event())]
+    return [s.clone() for s in ring.travel(leg, buckets(), len(tensors), over or threading.Event(), is_there)]
 
 
 def everybody(n, sizes, dtype):
@@ -68,7 +68,7 @@ def everybody(n, sizes, dtype):
 
 
 def expected(tensors):
-    """The sums, each part from the worker on whose it sets out."""
+    """The sums, each part r from the worker after r on."""
     n, out = len(tensors), []
     for bucket in range(len(tensors[0])):
         size = tensors[0][bucket].numel()
@@ -76,8 +76,8 @@ def expected(tensors):
         parts = []
         for part in range(n):
             span = slice(ends[part], ends[part + 1])
-            total = tensors[part][bucket][span].clone()
-            for step in range(1, n):
+            total = tensors[(part + 1) % n][bucket][span].clone()
+            for step in range(2, n + 1):
                 total = tensors[(part + step) % n][bucket][span] + total
             parts.append(total)
         out.append(torch.cat(parts))
@@ -104,6 +104,34 @@ def test_sums_are_exact_and_the_same_everywhere_bit_for_bit(n, dtype, no_socket_
         assert all(equal(result, expected(tensors)) for result in results), sizes
         for ring in rings:
             ring.close()
+
+
+def own_part(rank, n, tensors):
+    """Of each bucket."""
+    return [t[t.numel() * rank // n : t.numel() * (rank + 1) // n] for t in tensors]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["at once", "as they are there"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_reduce_scatter_and_an_all_gather_are_the_halves_of_an_all_reduce(n, gated):
+    rings, tensors = ring_of(n), everybody(n, [1000, 0, 17, 4096, 1, 2, 64], torch.float32)
+    draw = random.Random(n)
+
+    def worker(r):
+        late = random.Random(draw.random())
+        is_there = (lambda _: late.random() < 0.5) if gated else None  # a gate that others have open, or not
+        sums = summed(rings[r], tensors[r], leg=Leg.REDUCE_SCATTER, is_there=is_there)
+        parts = [torch.full_like(t, torch.nan) for t in sums]
+        for part, own in zip(own_part(r, n, parts), own_part(r, n, sums), strict=True):
+            part.copy_(own)
+        return sums, summed(rings[r], parts, leg=Leg.ALL_GATHER, is_there=is_there)
+
+    for r, (sums, gathered) in enumerate(at_once(*(lambda r=r: worker(r) for r in range(n)))):
+        assert equal(own_part(r, n, sums), own_part(r, n, expected(tensors)))
+        assert not equal(sums, expected(tensors))
+        assert equal(gathered, expected(tensors))
+    for ring in rings:
+        ring.close()
 
 
 def test_added_in_the_order_of_the_workers_they_would_differ():
@@ -137,14 +165,14 @@ def test_buckets_larger_than_what_sockets_buffer_go_round_and_two_of_them_are_at
                 ahead.append(number - len(taken))
                 yield t.clone()
 
-        for total in rings[0].sums(parts(), 5, threading.Event()):
+        for total in rings[0].travel(Leg.ALL_REDUCE, parts(), 5, threading.Event()):
             taken.append(total)
         return taken
 
     own, other = at_once(counting, lambda: summed(rings[1], tensors[1]))
     assert equal(own, expected(tensors))
     assert equal(other, own)
-    assert max(ahead) == IN_TURN - 1
+    assert max(ahead) == IN_FLIGHT - 1
     for ring in rings:
         ring.close()
 
@@ -153,7 +181,7 @@ def test_a_worker_that_goes_away_ends_the_sums_of_the_others():
     rings, tensors = ring_of(3), everybody(3, [BIG] * 4, torch.float64)
 
     def leaves():
-        sums = rings[1].sums((t.clone() for t in tensors[1]), 4, threading.Event())
+        sums = rings[1].travel(Leg.ALL_REDUCE, (t.clone() for t in tensors[1]), 4, threading.Event())
         next(sums)
         rings[1].close()
 

@@ -14,7 +14,7 @@ from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, loader, parame
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cocod import CoCoD, CoCoDStrategy, CommunicationTrace, LocalSGD, LocalSGDStrategy, PeerLost
-from lightning_cocod.comm import collectives
+from lightning_cocod.comm import carrying, collectives
 from lightning_cocod.comm import tracer as tracing
 from lightning_cocod.comm.lane import HostLane
 from lightning_cocod.comm.tracer import Recorder, Span, Tracer
@@ -88,11 +88,11 @@ class Gate(Callback):
         self.changed = threading.Condition()
 
     def __enter__(self):
-        self.run, collectives.run = collectives.run, self.held
+        self.run, carrying.run = carrying.run, self.held
         return self
 
     def __exit__(self, *_):
-        collectives.run = self.run
+        carrying.run = self.run
 
     def held(self, collective, *rest):
         if isinstance(collective, collectives.Correction):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_cocod.comm import collectives
+from lightning_cocod.comm import carrying
 from lightning_cocod.comm.collectives import Operation
 from lightning_cocod.comm.default_group import set_timeout
 from lightning_cocod.comm.errors import TransportError
@@ -63,7 +63,7 @@ class Channel:
         self.device = home.device
         self.lane: Lane = lane_for(home.device)  # of its own: on CUDA the messages of another do not queue before these
         self._home = home
-        self._scratch = collectives.new_scratch()
+        self._scratch = carrying.new_scratch()
         self._under_way = False  # operations of a group have been given up: destroying it would wait for them
         self._thread: CommunicationThread | None = None
         self._connections = Connections()
@@ -261,7 +261,7 @@ class Channel:
             ledger.add_when_known("busy", lambda: None if (s := self.lane.seconds(begun, arrived)) is None else s - idle)
 
     def _run(self, operation: Operation, tracer: Tracer) -> float:
-        return collectives.run(operation, self._groups[-1], self._ring, self._scratch, self._home.losses.over, tracer)
+        return carrying.run(operation, self._groups[-1], self._ring, self._scratch, self._home.losses.over, tracer)
 
     def _leave_out(self, ranks: tuple[int, ...], subject: Subject, operation: Operation) -> None:
         operation.weigh(self.rank, [subject.weight(rank, ranks) for rank in range(self.world_size)])

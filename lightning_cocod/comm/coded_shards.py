@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout
-from lightning_cocod.comm.collectives import IN_FLIGHT, Collective
+from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import norms
 from lightning_cocod.comm.parts import fingerprint
+from lightning_cocod.comm.ring import IN_FLIGHT, Leg
 from lightning_cocod.comm.shards import Push, Rows
 
 
@@ -138,6 +139,8 @@ class CodedPush(Push):
         coded: see there.
         gate: opened for each bucket.
     """
+
+    leg: ClassVar[Leg | None] = None  # codes are not added up on their way
 
     def __init__(self, p: Buffer, s: Sequence[Tensor], weights: Sequence[float], coded: Coded, gate: Gate) -> None:
         super().__init__(p, s, weights, coded.rank, Rows(), gate)

@@ -7,10 +7,7 @@ is rounded once; they travel as float32 too, since the transport adds in the dty
 
 from __future__ import annotations
 
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -22,21 +19,10 @@ from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import finite, norm, norms, total
-from lightning_cocod.comm.ring import Ring
+from lightning_cocod.comm.ring import Leg
 from lightning_cocod.comm.tracer import Tracer
-from lightning_cocod.comm.waiting import finish
-
-IN_FLIGHT = 2
-"""Buckets at work: one in the transport while the other is filled or emptied."""
 
 _SUM = dist.AllreduceOptions()  # adds up, by default
-
-Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
-
-
-def new_scratch() -> Scratch:
-    """Memory for the buckets at work; grows on first use."""
-    return [{} for _ in range(IN_FLIGHT)]
 
 
 class Operation(ABC):
@@ -105,11 +91,13 @@ class Collective(Operation):
 
     Attributes:
         sums: whether values are added up, and so travel in the dtype in which that is done.
+        leg: what it is where there is a ring, if it can go round one.
         gate: before each bucket, if some are still being computed when the message sets out.
         repeats: whether the transport gets a bucket several times. Then their order must not depend on gates.
     """
 
     sums: ClassVar[bool] = True
+    leg: ClassVar[Leg | None] = None
     gate: Gate | None = None
     repeats: bool = False
 
@@ -137,9 +125,19 @@ class Collective(Operation):
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
 
+    def set_out(self, bucket: int, scratch: Tensor) -> None:
+        """What is to ``fill`` a bucket that goes round a ring."""
+        self.fill(bucket, scratch)
+
+    def come_home(self, bucket: int, scratch: Tensor) -> None:
+        """How to ``drain`` one that has gone round a ring."""
+        self.drain(bucket, scratch)
+
 
 class AllReduce(Collective):
     """What comes back is what all workers have filled in, added up: by Gloo or NCCL, or round a ring."""
+
+    leg: ClassVar[Leg | None] = Leg.ALL_REDUCE
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Sum over the workers. The group's own method: what torch wraps around it takes longer than handing over."""
@@ -248,10 +246,7 @@ class Correction(AllReduce):
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i S_i."""
-        if scratch.dtype == self._snapshot[bucket].dtype:
-            torch.mul(self._snapshot[bucket], self.weight, out=scratch)
-        else:  # the product, too, in the dtype of the sum
-            scratch.copy_(self._snapshot[bucket]).mul_(self.weight)
+        weigh(self._snapshot[bucket], self.weight, scratch)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """S_i ← mean - a S_i; the size of mean - S_i is taken while it is in the cache. Without an S_i, S_i ← mean."""
@@ -276,99 +271,15 @@ class Correction(AllReduce):
         return total(self._distances)
 
 
+def weigh(x: Tensor, w: float, out: Tensor) -> None:
+    """out ← w x, and the product, too, in the dtype of ``out``."""
+    if out.dtype == x.dtype:
+        torch.mul(x, w, out=out)
+    else:
+        out.copy_(x).mul_(w)
+
+
 def ring(nbytes: int, world_size: int) -> tuple[int, int]:
     """Bytes that each worker sends and receives where so many are reduced, or gathered, in a ring."""
     moved = 2 * nbytes * (world_size - 1) // world_size
     return moved, moved
-
-
-@torch.no_grad()
-def run(
-    operation: Operation,
-    group: dist.ProcessGroup,
-    ring: Ring | None,
-    scratch: Scratch,
-    over: threading.Event,
-    tracer: Tracer,
-) -> float:
-    """All stages, until communication is ``over``; sums round a ring if there is one.
-
-    Returns:
-        Seconds in which nothing was under way, as the next bucket had not been computed.
-    """
-    idle = 0.0
-    for stage in operation.stages(tracer):
-        if ring is not None and isinstance(stage, AllReduce):
-            _go_round(stage, ring, scratch, over, tracer)
-        else:
-            idle += _carry_out(stage, group, scratch, over, tracer)
-    return idle
-
-
-def _go_round(collective: AllReduce, ring: Ring, scratch: Scratch, over: threading.Event, tracer: Tracer) -> None:
-    """All buckets of a sum, in their order."""
-    order = collective.order()
-
-    def parts() -> Iterator[Tensor]:
-        for place, bucket in enumerate(order):
-            memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=True)
-            _fill(collective, bucket, memory, tracer)
-            yield memory
-
-    sums = ring.sums(parts(), len(order), over)
-    for bucket in order:
-        with tracer.span("reduce"):
-            memory = next(sums)
-        with tracer.span("decode"):
-            collective.drain(bucket, memory)
-
-
-def _fill(collective: Collective, bucket: int, memory: Tensor, tracer: Tracer) -> None:
-    with tracer.span("encode"):
-        if collective.weight:
-            collective.fill(bucket, memory)
-        else:
-            memory.zero_()  # not 0·x: that is NaN where x is
-
-
-def _carry_out(
-    collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer
-) -> float:
-    """All buckets, in their order, ``IN_FLIGHT`` of them at a time."""
-    at_work: deque[tuple[int, int, Tensor, dist.Work]] = deque()
-    gate, idle = collective.gate, 0.0
-
-    def finish_oldest() -> None:
-        place, bucket, memory, work = at_work.popleft()
-        with tracer.span("reduce"):
-            finish(work, group, over)
-        with tracer.span("decode"):
-            following = collective.proceed(bucket, memory, group)
-            if following is None:
-                collective.drain(bucket, memory)
-            else:
-                at_work.append((place, bucket, memory, following))
-
-    def memory_is_in_use(place: int) -> bool:
-        # Buckets that nobody sends are not at work: how many others are does not tell.
-        return any(earlier <= place - IN_FLIGHT for earlier, *_ in at_work)
-
-    for place, bucket in enumerate(collective.order()):
-        while at_work and (memory_is_in_use(place) or not (collective.repeats or gate is None or gate.is_open(bucket))):
-            finish_oldest()
-        if gate is not None:
-            for *_, work in () if gate.is_open(bucket) else at_work:
-                finish(work, group, over)
-            begun = time.perf_counter()
-            with tracer.span("await"):
-                gate.pass_(bucket, over)
-            idle += time.perf_counter() - begun
-        memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-        _fill(collective, bucket, memory, tracer)
-        if (launched := collective.launch(bucket, memory, group)) is None:
-            collective.drain(bucket, memory)
-        else:
-            at_work.append((place, bucket, memory, launched))
-    while at_work:
-        finish_oldest()
-    return idle

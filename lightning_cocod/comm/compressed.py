@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cocod.comm.collectives import IN_FLIGHT, Collective
+from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.parts import How, MeanOfParts, Parts
+from lightning_cocod.comm.ring import IN_FLIGHT
 from lightning_cocod.compression import Codec, PowerSGD, as_compression
 
 

@@ -1,12 +1,14 @@
-"""Sums of buckets, round a ring of TCP connections: an all-reduce in the thread that also fills the buckets and drains them.
+"""Buckets go round a ring of TCP connections, in the thread that also fills them and drains them.
 
 Gloo's takes two more threads, and they wake for every few packets. Here one thread sleeps until a whole part of a bucket has
 come, by the connection's low-water mark, and what is complete is received where it is drained from. In buckets of 1 MiB
 that takes half the CPU time, on machines that have none to spare.
 
-Every bucket is cut into n parts. In step s = 0, …, 2n − 3 worker r sends part r − s and receives part r − 1 − s (modulo n):
-first sums under way, to which it adds its own part, then from s = n − 1 on sums of all. Each is made once, so it is the
-same on all workers bit for bit. Two buckets take turns, step by step: one travels while the other one is added up.
+Every bucket is cut into n parts. In step s = 0, …, 2n − 3 worker r sends part r − 1 − s and receives part r − 2 − s
+(modulo n): first sums under way, to which it adds its own part, until part r is complete where it is; then from s = n − 1 on
+sums of all. Each is made once, so it is the same on all workers bit for bit. All steps are an all-reduce, the first half is
+a reduce-scatter, the other one an all-gather. Two buckets take turns, step by step: one travels while the other one is added
+up.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from enum import Enum
 from itertools import pairwise
 
 import torch
@@ -25,8 +28,22 @@ from torch import Tensor
 from lightning_cocod.comm.errors import TransportError, first_line
 from lightning_cocod.comm.link import memory_of
 
-IN_TURN = 2
+IN_FLIGHT = 2
 """Buckets at work."""
+
+
+class Leg(Enum):
+    """How far buckets go."""
+
+    ALL_REDUCE = "all the way"
+    REDUCE_SCATTER = "until each worker has the sum of its part"
+    ALL_GATHER = "from each worker's part on"
+
+    def steps(self, n: int) -> range:
+        """Of n workers."""
+        return range(n - 1 if self is Leg.ALL_GATHER else 0, n - 1 if self is Leg.REDUCE_SCATTER else 2 * n - 2)
+
+
 _LOOK = 0.5  # seconds between two looks at whether communication is over
 _LOW_WATER = 1 << 19  # bytes that have to be there before the thread wakes, if as many are expected
 _CLOSED = "a connection has been closed"
@@ -47,18 +64,28 @@ class Ring:
         self.after, self.before, self.place, self.n, self.timeout = after, before, place, n, timeout
         self._landing: dict[torch.dtype, Tensor] = {}
 
-    def sums(self, parts: Iterator[Tensor], count: int, over: threading.Event) -> Iterator[Tensor]:
-        """Sums of ``count`` buckets over all workers, in their order, in the memory of what this worker adds.
+    def travel(
+        self,
+        leg: Leg,
+        buckets: Iterator[Tensor],
+        count: int,
+        over: threading.Event,
+        is_there: Callable[[int], bool] | None = None,
+    ) -> Iterator[Tensor]:
+        """Buckets as they have come as far as they go, in their order and their memory.
 
         Args:
-            parts: what it adds to each: contiguous, on the CPU. Asked for when fewer than ``IN_TURN`` are at work.
-            count: of the buckets, the same on all workers, as are their sizes.
-            over: ends it.
+            leg: how far.
+            buckets: with what this worker puts in: contiguous, on the CPU. Asked for one by one, ``IN_FLIGHT`` of them
+                at most before the first is taken.
+            count: of them, the same on all workers, as are their sizes.
+            over: communication is.
+            is_there: whether asking for that bucket would not wait. If given, they do not take turns.
 
         Raises:
             TransportError: a connection has broken, nothing has moved for long, or communication is over.
         """
-        return _Round(self, parts, count).sums(over)
+        return _Journey(self, leg, buckets, count, is_there).go(over)
 
     def landing(self, like: Tensor) -> Tensor:
         """Memory for what is to be added. It is kept."""
@@ -74,7 +101,7 @@ class Ring:
 
 
 class _Bucket:
-    """A bucket at work, its n parts, and the steps that are behind it."""
+    """A bucket at work, its n parts, and how many steps are behind it."""
 
     def __init__(self, memory: Tensor, n: int) -> None:
         ends = [memory.numel() * part // n for part in range(n + 1)]
@@ -83,37 +110,47 @@ class _Bucket:
         self.sent = self.received = 0
 
 
-class _Round:
+class _Journey:
     """Some buckets on their way."""
 
-    def __init__(self, ring: Ring, parts: Iterator[Tensor], count: int) -> None:
-        self._ring, self._parts, self._count = ring, parts, count
-        self._steps = 2 * ring.n - 2
+    def __init__(
+        self, ring: Ring, leg: Leg, buckets: Iterator[Tensor], count: int, is_there: Callable[[int], bool] | None
+    ) -> None:
+        self._ring, self._buckets, self._count, self._is_there = ring, buckets, count, is_there
+        self._steps = leg.steps(ring.n)
+        in_turn = IN_FLIGHT if is_there is None else 1
         turns = [
             (bucket, step)
-            for first in range(0, count, IN_TURN)
-            for step in range(self._steps)
-            for bucket in range(first, min(first + IN_TURN, count))
+            for first in range(0, count, in_turn)
+            for step in self._steps
+            for bucket in range(first, min(first + in_turn, count))
         ]
         self._sends, self._receipts = deque(turns), deque(turns)
+        self._begun = 0
         self._at_work: dict[int, _Bucket] = {}
         self._out: memoryview | None = None  # what is left of the part that is being sent
         self._into: memoryview | None = None  # where the rest of the part that is coming goes
         self._low_water = 0
         self._poll = select.poll()
 
-    def sums(self, over: threading.Event) -> Iterator[Tensor]:
-        """See ``Ring``."""
-        begun = 0
+    def go(self, over: threading.Event) -> Iterator[Tensor]:
+        """See ``Ring.travel``."""
         for number in range(self._count):
-            while begun < min(number + IN_TURN, self._count):
-                self._at_work[begun] = _Bucket(next(self._parts), self._ring.n)
-                begun += 1
+            self._begin(number)
             bucket = self._at_work[number]
-            while bucket.sent < self._steps or bucket.received < self._steps:
+            while bucket.sent < len(self._steps) or bucket.received < len(self._steps):
                 self._move(over)
+                self._begin(number)
             del self._at_work[number]
             yield bucket.memory
+
+    def _begin(self, number: int) -> None:
+        """Let those set out that may beside this one, and this one."""
+        while (following := self._begun) < min(number + IN_FLIGHT, self._count):
+            if following > number and self._is_there is not None and not self._is_there(following):
+                break
+            self._at_work[following] = _Bucket(next(self._buckets), self._ring.n)
+            self._begun += 1
 
     def _move(self, over: threading.Event) -> None:
         """Send and receive what can be; something can."""
@@ -162,9 +199,9 @@ class _Round:
         while self._out is None and self._sends:
             number, step = self._sends[0]
             bucket = self._at_work.get(number)
-            if bucket is None or bucket.received < step:
+            if bucket is None or bucket.received < step - self._steps.start:
                 break
-            self._out = memory_of(bucket.parts[(self._ring.place - step) % self._ring.n])
+            self._out = memory_of(bucket.parts[(self._ring.place - 1 - step) % self._ring.n])
             if not self._out:
                 self._has_sent()
         return self._out
@@ -193,7 +230,7 @@ class _Round:
 
     def _part_to_come(self) -> Tensor:
         number, step = self._receipts[0]
-        return self._at_work[number].parts[(self._ring.place - 1 - step) % self._ring.n]
+        return self._at_work[number].parts[(self._ring.place - 2 - step) % self._ring.n]
 
     def _is_to_be_added(self) -> bool:
         return self._receipts[0][1] < self._ring.n - 1

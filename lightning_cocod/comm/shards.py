@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout, summed_in
-from lightning_cocod.comm.collectives import IN_FLIGHT, Collective
+from lightning_cocod.comm.collectives import Collective, weigh
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.header import LACKING, NONFINITE
 from lightning_cocod.comm.norms import finite, norms, total
+from lightning_cocod.comm.ring import IN_FLIGHT, Leg
 
 
 class Rows:
@@ -49,11 +50,12 @@ def for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[i
 
 
 class Push(Collective):
-    """s ← Σ_i w_i g_i, added up by the owner of a shard in the order of ranks; s has the dtype of g.
+    """s ← Σ_i w_i g_i, added up in the dtype of sums; s has the dtype of g.
 
-    Values travel as they are, and are weighed where they are added up. Buckets set out as their gate opens, while others
-    are still being computed. So whether g is finite is known only in the end, and told in a second header. Where workers
-    that are not are to be left out, all is sent once more; they send zeros then.
+    Round a ring it is a reduce-scatter. Otherwise values travel as they are, and the owner of a shard weighs them and adds
+    them up in the order of ranks. Buckets set out as their gate opens, while others are still being computed. So whether g
+    is finite is known only in the end, and told in a second header. Where workers that are not are to be left out, all is
+    sent once more; they send zeros then.
 
     Args:
         g: this worker's part.
@@ -65,6 +67,7 @@ class Push(Collective):
     """
 
     gate: Gate
+    leg: ClassVar[Leg | None] = Leg.REDUCE_SCATTER
 
     def __init__(self, g: Buffer, s: Sequence[Tensor], weights: Sequence[float], rank: int, rows: Rows, gate: Gate) -> None:
         self.layout, self.gate = g.layout, gate
@@ -114,6 +117,15 @@ class Push(Collective):
         if total is not s:
             s.copy_(total)
 
+    def set_out(self, bucket: int, scratch: Tensor) -> None:
+        """w_i g_i."""
+        weigh(self._g[bucket], self.weight, scratch)
+        self._sizes += norms([self._g[bucket]])
+
+    def come_home(self, bucket: int, scratch: Tensor) -> None:
+        """The sum of what is this worker's."""
+        self._s[bucket].copy_(scratch.view(len(self._weights), -1)[self._rank])
+
     def _sent(self, bucket: int, scratch: Tensor) -> Tensor:
         """What travels: g where it lies, if that is in the dtype of the sum."""
         return self._g[bucket] if self.weight and scratch.dtype == self._g[bucket].dtype else scratch
@@ -140,6 +152,7 @@ class Pull(Collective):
 
     weight = 1.0
     sums: ClassVar[bool] = False
+    leg: ClassVar[Leg | None] = Leg.ALL_GATHER
 
     def __init__(
         self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int, rows: Rows, arrived: Gate | None = None
@@ -157,6 +170,10 @@ class Pull(Collective):
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """Nothing: s is where it is."""
+
+    def set_out(self, bucket: int, scratch: Tensor) -> None:
+        """s, where it lies in the bucket."""
+        scratch.view(-1, self._s[bucket].numel())[self._rank].copy_(self._s[bucket])
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Every owner's shard to all."""

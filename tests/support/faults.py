@@ -138,22 +138,22 @@ def in_the_transport(where, happens):
 
 
 def in_the_ring(doing, happens):
-    """From now on, that happens whenever a part of a bucket has been handed over, or whenever a sum has come back."""
-    has_sent, sums = ring._Round._has_sent, ring.Ring.sums
+    """From now on, that happens whenever a part of a bucket has been handed over, or whenever a bucket has gone round."""
+    has_sent, travel = ring._Journey._has_sent, ring.Ring.travel
 
     def sending(self):
         has_sent(self)
         happens()
 
     def reducing(*args):
-        for memory in sums(*args):
+        for memory in travel(*args):
             happens()
             yield memory
 
     if doing == "sending":
-        ring._Round._has_sent = sending
+        ring._Journey._has_sent = sending
     else:
-        ring.Ring.sums = reducing
+        ring.Ring.travel = reducing
 
 
 LIMIT = 50.0

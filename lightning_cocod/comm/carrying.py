@@ -1,0 +1,133 @@
+"""How a message's buckets are carried out, in the communication thread: filled, sent on their way, waited for and drained.
+
+Some at a time: one is filled or drained while another one travels. Scratch memory is allocated once and kept: pages that are
+new every round cost more than the arithmetic on them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cocod.comm.collectives import Collective, Operation
+from lightning_cocod.comm.gate import Gate
+from lightning_cocod.comm.ring import IN_FLIGHT, Leg, Ring
+from lightning_cocod.comm.tracer import Tracer
+from lightning_cocod.comm.waiting import finish
+
+Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
+
+
+def new_scratch() -> Scratch:
+    """Memory for the buckets at work; grows on first use."""
+    return [{} for _ in range(IN_FLIGHT)]
+
+
+@torch.no_grad()
+def run(
+    operation: Operation,
+    group: dist.ProcessGroup,
+    ring: Ring | None,
+    scratch: Scratch,
+    over: threading.Event,
+    tracer: Tracer,
+) -> float:
+    """All stages, until communication is ``over``; sums round a ring if there is one.
+
+    Returns:
+        Seconds in which nothing was under way, as the next bucket had not been computed.
+    """
+    idle = 0.0
+    for stage in operation.stages(tracer):
+        if ring is not None and stage.leg is not None:
+            idle += _go_round(stage, stage.leg, ring, scratch, over, tracer)
+        else:
+            idle += _carry_out(stage, group, scratch, over, tracer)
+    return idle
+
+
+def _go_round(
+    collective: Collective, leg: Leg, ring: Ring, scratch: Scratch, over: threading.Event, tracer: Tracer
+) -> float:
+    """All buckets, in their order."""
+    order, gate, idle = collective.order(), collective.gate, 0.0
+
+    def buckets() -> Iterator[Tensor]:
+        nonlocal idle
+        for place, bucket in enumerate(order):
+            if gate is not None:
+                idle += _pass(gate, bucket, over, tracer)
+            memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
+            _fill(collective.set_out, collective, bucket, memory, tracer)
+            yield memory
+
+    is_there = None if gate is None else lambda place: gate.is_open(order[place])
+    travelled = ring.travel(leg, buckets(), len(order), over, is_there)
+    for bucket in order:
+        with tracer.span("reduce"):
+            memory = next(travelled)
+        with tracer.span("decode"):
+            collective.come_home(bucket, memory)
+    return idle
+
+
+def _pass(gate: Gate, bucket: int, over: threading.Event, tracer: Tracer) -> float:
+    """Seconds that the gate was waited for."""
+    begun = time.perf_counter()
+    with tracer.span("await"):
+        gate.pass_(bucket, over)
+    return time.perf_counter() - begun
+
+
+def _fill(fill: Callable[[int, Tensor], None], collective: Collective, bucket: int, memory: Tensor, tracer: Tracer) -> None:
+    with tracer.span("encode"):
+        if collective.weight:
+            fill(bucket, memory)
+        else:
+            memory.zero_()  # not 0·x: that is NaN where x is
+
+
+def _carry_out(
+    collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer
+) -> float:
+    """All buckets, in their order, ``IN_FLIGHT`` of them at a time."""
+    at_work: deque[tuple[int, int, Tensor, dist.Work]] = deque()
+    gate, idle = collective.gate, 0.0
+
+    def finish_oldest() -> None:
+        place, bucket, memory, work = at_work.popleft()
+        with tracer.span("reduce"):
+            finish(work, group, over)
+        with tracer.span("decode"):
+            following = collective.proceed(bucket, memory, group)
+            if following is None:
+                collective.drain(bucket, memory)
+            else:
+                at_work.append((place, bucket, memory, following))
+
+    def memory_is_in_use(place: int) -> bool:
+        # Buckets that nobody sends are not at work: how many others are does not tell.
+        return any(earlier <= place - IN_FLIGHT for earlier, *_ in at_work)
+
+    for place, bucket in enumerate(collective.order()):
+        while at_work and (memory_is_in_use(place) or not (collective.repeats or gate is None or gate.is_open(bucket))):
+            finish_oldest()
+        if gate is not None:
+            for *_, work in () if gate.is_open(bucket) else at_work:
+                finish(work, group, over)
+            idle += _pass(gate, bucket, over, tracer)
+        memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
+        _fill(collective.fill, collective, bucket, memory, tracer)
+        if (launched := collective.launch(bucket, memory, group)) is None:
+            collective.drain(bucket, memory)
+        else:
+            at_work.append((place, bucket, memory, launched))
+    while at_work:
+        finish_oldest()
+    return idle
