@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +47,17 @@ class Leg(Enum):
 
 _LOOK = 0.5  # seconds between two looks at whether communication is over
 _LOW_WATER = 1 << 19  # bytes that have to be there before the thread wakes, if as many are expected
+_KEPT = 8  # buckets that are cut
 _CLOSED = "a connection has been closed"
+
+
+class _Part(NamedTuple):
+    """Of a bucket, and where what is to be added to it lands, each with its bytes."""
+
+    values: Tensor
+    bytes: memoryview
+    landed: Tensor
+    landed_bytes: memoryview
 
 
 class Ring:
@@ -63,6 +74,7 @@ class Ring:
     def __init__(self, after: socket.socket, before: socket.socket, place: int, n: int, timeout: float) -> None:
         self.after, self.before, self.place, self.n, self.timeout = after, before, place, n, timeout
         self._landing: dict[torch.dtype, Tensor] = {}
+        self._cuts: dict[tuple[int, int, torch.dtype], list[_Part]] = {}
 
     def travel(
         self,
@@ -87,12 +99,19 @@ class Ring:
         """
         return _Journey(self, leg, buckets, count, is_there).go(over)
 
-    def landing(self, like: Tensor) -> Tensor:
-        """Memory for what is to be added. It is kept."""
-        memory = self._landing.get(like.dtype)
-        if memory is None or memory.numel() < like.numel():
-            memory = self._landing[like.dtype] = torch.empty_like(like)
-        return memory[: like.numel()]
+    def cut(self, memory: Tensor) -> list[_Part]:
+        """A bucket's n parts. Kept for memory that comes again: making views takes longer than handing bytes over."""
+        key = memory.data_ptr(), memory.numel(), memory.dtype
+        if key not in self._cuts:
+            if len(self._cuts) == _KEPT:
+                del self._cuts[next(iter(self._cuts))]
+            ends = [memory.numel() * part // self.n for part in range(self.n + 1)]
+            landing = self._landing.get(memory.dtype)
+            if landing is None or landing.numel() < -(-memory.numel() // self.n):
+                landing = self._landing[memory.dtype] = memory.new_empty(-(-memory.numel() // self.n))
+            views = [(memory[start:stop], landing[: stop - start]) for start, stop in pairwise(ends)]
+            self._cuts[key] = [_Part(values, memory_of(values), landed, memory_of(landed)) for values, landed in views]
+        return self._cuts[key]
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
@@ -101,12 +120,10 @@ class Ring:
 
 
 class _Bucket:
-    """A bucket at work, its n parts, and how many steps are behind it."""
+    """A bucket at work, and how many steps are behind it."""
 
-    def __init__(self, memory: Tensor, n: int) -> None:
-        ends = [memory.numel() * part // n for part in range(n + 1)]
-        self.memory = memory
-        self.parts = [memory[start:stop] for start, stop in pairwise(ends)]
+    def __init__(self, memory: Tensor, parts: list[_Part]) -> None:
+        self.memory, self.parts = memory, parts
         self.sent = self.received = 0
 
 
@@ -130,8 +147,9 @@ class _Journey:
         self._at_work: dict[int, _Bucket] = {}
         self._out: memoryview | None = None  # what is left of the part that is being sent
         self._into: memoryview | None = None  # where the rest of the part that is coming goes
+        self._has_room = True  # as far as is known, for more of what is sent
         self._low_water = 0
-        self._poll = select.poll()
+        self._poll, self._awaited = select.poll(), (-1, -1)
 
     def go(self, over: threading.Event) -> Iterator[Tensor]:
         """See ``Ring.travel``."""
@@ -149,39 +167,45 @@ class _Journey:
         while (following := self._begun) < min(number + IN_FLIGHT, self._count):
             if following > number and self._is_there is not None and not self._is_there(following):
                 break
-            self._at_work[following] = _Bucket(next(self._buckets), self._ring.n)
+            memory = next(self._buckets)
+            self._at_work[following] = _Bucket(memory, self._ring.cut(memory))
             self._begun += 1
 
     def _move(self, over: threading.Event) -> None:
         """Send and receive what can be; something can."""
-        out, into = self._outgoing(), self._incoming()
-        if out is None and into is None:  # empty parts were all there was
-            return
         try:
-            readable, writable = self._wait(into, out, over)
-            if into is not None and readable:
+            while (out := self._outgoing()) is not None and self._has_room:
+                sent = self._ring.after.send(out)
+                self._has_room = sent == len(out)
+                self._out = out[sent:]
+                if not self._out:
+                    self._has_sent()
+            into = self._incoming()
+            if into is None and self._out is None:
+                return  # there were but empty parts, and what else can be sent
+            if self._wait(into, over):
+                assert into is not None
                 if (received := self._ring.before.recv_into(into)) == 0:
                     raise ConnectionResetError(_CLOSED)
                 self._into = into[received:]
                 if not self._into:
                     self._has_received()
-            if out is not None and writable:
-                self._out = out[self._ring.after.send(out) :]
-                if not self._out:
-                    self._has_sent()
         except BlockingIOError:  # it only seemed to be ready
-            pass
+            self._has_room = False
         except OSError as error:
             raise TransportError(f"the ring is broken: {first_line(error)}") from None
 
-    def _wait(self, into: memoryview | None, out: memoryview | None, over: threading.Event) -> tuple[bool, bool]:
-        """Until there is something to receive, or room to send."""
+    def _wait(self, into: memoryview | None, over: threading.Event) -> bool:
+        """Until there is room to send again what is not sent yet, or something to receive: whether that."""
         ring = self._ring
         if into is not None and (low := min(len(into), _LOW_WATER)) != self._low_water:
             ring.before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low)
             self._low_water = low
-        self._poll.register(ring.before, 0 if into is None else select.POLLIN)
-        self._poll.register(ring.after, 0 if out is None else select.POLLOUT)
+        awaited = 0 if into is None else select.POLLIN, 0 if self._out is None else select.POLLOUT
+        if awaited != self._awaited:
+            self._poll.register(ring.before, awaited[0])
+            self._poll.register(ring.after, awaited[1])
+            self._awaited = awaited
         since, was_over = time.monotonic(), False
         while not (events := dict(self._poll.poll(1e3 * _LOOK))):
             if was_over:
@@ -190,9 +214,10 @@ class _Journey:
                 raise TransportError(f"nothing has moved for {ring.timeout:g} s")
             was_over = over.is_set()
         readable, writable = ring.before.fileno() in events, ring.after.fileno() in events
-        if (readable and into is None) or (writable and out is None):  # what is told unasked
+        if (readable and into is None) or (writable and self._out is None):  # what is told unasked
             raise ConnectionResetError(_CLOSED)
-        return readable, writable
+        self._has_room = self._has_room or writable
+        return readable
 
     def _outgoing(self) -> memoryview | None:
         """What is to be sent; None while it is not there yet."""
@@ -201,7 +226,7 @@ class _Journey:
             bucket = self._at_work.get(number)
             if bucket is None or bucket.received < step - self._steps.start:
                 break
-            self._out = memory_of(bucket.parts[(self._ring.place - 1 - step) % self._ring.n])
+            self._out = bucket.parts[(self._ring.place - 1 - step) % self._ring.n].bytes
             if not self._out:
                 self._has_sent()
         return self._out
@@ -214,23 +239,20 @@ class _Journey:
     def _incoming(self) -> memoryview | None:
         """Where what comes is to go; None while there is no room."""
         while self._into is None and self._receipts and self._receipts[0][0] in self._at_work:
-            part = self._part_to_come()
-            self._into = memory_of(self._ring.landing(part) if self._is_to_be_added() else part)
+            part, is_to_be_added = self._to_come()
+            self._into = part.landed_bytes if is_to_be_added else part.bytes
             if not self._into:
                 self._has_received()
         return self._into
 
     def _has_received(self) -> None:
-        if self._is_to_be_added():
-            part = self._part_to_come()
-            part.add_(self._ring.landing(part))
+        part, is_to_be_added = self._to_come()
+        if is_to_be_added:
+            part.values.add_(part.landed)
         number, _ = self._receipts.popleft()
         self._at_work[number].received += 1
         self._into = None
 
-    def _part_to_come(self) -> Tensor:
+    def _to_come(self) -> tuple[_Part, bool]:
         number, step = self._receipts[0]
-        return self._at_work[number].parts[(self._ring.place - 2 - step) % self._ring.n]
-
-    def _is_to_be_added(self) -> bool:
-        return self._receipts[0][1] < self._ring.n - 1
+        return self._at_work[number].parts[(self._ring.place - 2 - step) % self._ring.n], step < self._ring.n - 1
