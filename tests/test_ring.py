@@ -5,7 +5,7 @@ import random
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from unittest import mock
 
 import pytest
@@ -280,11 +280,18 @@ def test_who_waits_for_a_neighbour_looks_up_now_and_then():
 def test_the_address_is_that_of_the_transports_own_connections():
     connections = Connections()
     assert connections.address() is None
-    with closing(socket.create_server(("127.0.0.2", 0))) as server, closing(socket.socket()) as end:
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+
+        def connect(source):
+            return stack.enter_context(closing(socket.create_connection(server.getsockname(), source_address=(source, 0))))
+
         with connections.being_made():
-            end = socket.create_connection(server.getsockname(), source_address=("127.0.0.3", 0))
+            connect("127.0.0.3")
         assert connections.address() == "127.0.0.3"
-        end.close()
+        connections.add(connect("127.0.0.2"))
+        connections.add(connect("127.0.0.2"))  # one of the three is somebody else's
+        assert connections.address() == "127.0.0.2"
 
 
 # In a communicator

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -56,13 +57,17 @@ class Connections:
         self._made[connection.fileno()] = os.fstat(connection.fileno()).st_ino
 
     def address(self) -> str | None:
-        """This host's, at which its peers have been reached; None where that cannot be seen."""
+        """This host's, at which its peers have been reached; None where that cannot be seen.
+
+        Another thread may have connected to somebody else meanwhile: it is the address of most, then one in a network.
+        """
+        found: Counter[str] = Counter()
         for fd in self._made:
             with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     connection.getpeername()  # fails if it is connected to nobody
-                    return str(connection.getsockname()[0])
-        return None
+                    found[str(connection.getsockname()[0])] += 1
+        return max(found, key=lambda address: (found[address], not address.startswith("127.")), default=None)
 
     def are_broken(self) -> bool:
         """Whether the transport has closed one of them, as it does when the peer's end is gone, at work or idle."""
