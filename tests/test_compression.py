@@ -309,6 +309,32 @@ def test_natural():
     assert coded(Natural(), torch.tensor([torch.finfo().max])).item() == 2.0**127
 
 
+@pytest.mark.parametrize(
+    ("codec", "unit"),
+    [
+        (QSGD(7, block=BLOCK, unbiased=True), lambda v: v.norm() / 7),
+        (QSGD(127, block=BLOCK, unbiased=True), lambda v: v.norm() / 127),
+        (TernGrad(block=BLOCK, unbiased=True), lambda v: v.abs().max()),
+        (Int8(BLOCK, stochastic=True), lambda v: v.abs().max() / 127),
+        (Int4(BLOCK, stochastic=True), lambda v: v.abs().max() / 7),
+        (Natural(), lambda v: 2.0 ** v.abs().log2().floor()),
+    ],
+    ids=lambda value: repr(value) if not callable(value) else "",
+)
+@given(x=vectors(), seed=st.integers(0, 2**32))
+def test_rounding_at_random_goes_to_a_neighbouring_level(codec, unit, x, seed):
+    """Whatever is drawn: values are multiples of the unit, less than one from where they were, and those there already stay."""
+    for v, c in zip(x.double().split(BLOCK), coded(codec, x, seed).double().split(BLOCK), strict=True):
+        if not v.any():
+            assert not c.any()
+            continue
+        u = unit(v)
+        levels, exact = torch.where(v == 0, c, c / u), torch.where(v == 0, v, v / u)
+        assert ((levels - levels.round()).abs() <= 1e-4).all()
+        assert ((levels - exact).abs() < 1 + 1e-4).all()
+        assert (levels[v == 0] == 0).all()
+
+
 def test_rounding_to_the_nearest_has_another_mean():
     """The check can fail."""
     with pytest.raises(AssertionError):
