@@ -323,7 +323,7 @@ def test_natural():
 )
 @given(x=vectors(), seed=st.integers(0, 2**32))
 def test_rounding_at_random_goes_to_a_neighbouring_level(codec, unit, x, seed):
-    """Whatever is drawn: values are multiples of the unit, less than one from where they were, and those there already stay."""
+    """Whatever is drawn: to a multiple of the unit less than one from the value, which stays where it is one already."""
     for v, c in zip(x.double().split(BLOCK), coded(codec, x, seed).double().split(BLOCK), strict=True):
         if not v.any():
             assert not c.any()
