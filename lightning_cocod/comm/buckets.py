@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_cocod.comm.norms import norms, total
 
-MAX_BUCKET_BYTES = 4 << 20
+MAX_BUCKET_BYTES = 2 << 20
 MIN_BUCKET_BYTES = 1 << 20
 
 
@@ -72,8 +72,8 @@ class Layout:
     Args:
         tensors: what travels. Dense tensors are cut anywhere; a tensor with gaps in its memory stays in one piece.
         cap: the most bytes of a bucket as its values are summed (``summed_in``). By default an 80th of the whole, between
-            1 and 4 MiB: two of them in flight and the transport's memory, half as much, stay below 4 % of the parameters, or
-            3 MiB. To hand one over costs the same whatever its size.
+            1 and 2 MiB: two of them in flight and memory for a part of one stay below 4 % of the parameters, or 3 MiB. To
+            hand one over costs the same whatever its size, but what is larger than a core's cache is slower to work on.
         apart: a label for each tensor; those of different labels share no bucket. One label by default.
         multiple: of which the number of elements of each bucket is one; the rest is padding, zero in buffers.
 
