@@ -188,6 +188,7 @@ def test_a_worker_that_goes_away_ends_the_sums_of_the_others():
     first, _, third = at_once(lambda: summed(rings[0], tensors[0]), leaves, lambda: summed(rings[2], tensors[2]))
     for error in (first, third):
         assert isinstance(error, TransportError)
+        assert "the ring is broken" in str(error)  # not that nothing has moved
     rings[0].close()
     rings[2].close()
 
@@ -215,6 +216,71 @@ def test_a_connection_that_is_shut_down_wakes_who_waits_for_it():
     assert isinstance(error, TransportError)
     ring.close()
     silent.close()
+
+
+def test_one_that_waits_notices_that_the_next_one_is_gone():
+    ring, gone = ring_of(2)
+
+    def goes():
+        gone.before.setblocking(True)
+        assert len(gone.before.recv(100)) == 4  # all that there is to send
+        gone.before.close()
+
+    error, _ = at_once(lambda: summed(ring, [torch.ones(2)], leg=Leg.REDUCE_SCATTER), goes)
+    assert "the ring is broken" in str(error)
+    ring.close()
+    gone.close()
+
+
+def test_bytes_that_come_slowly_are_not_silence():
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+        sink = stack.enter_context(closing(socket.create_connection(server.getsockname())))
+        after, _ = server.accept()
+        source = stack.enter_context(closing(socket.create_connection(server.getsockname())))
+        before, _ = server.accept()
+        for end in (after, before):
+            end.setblocking(False)
+        ring = stack.enter_context(closing(Ring(after, before, 0, 2, timeout=3.0)))
+
+        def trickle():
+            for byte in torch.full((4,), 2.0).numpy().tobytes():  # for longer than the limit on silence
+                source.sendall(bytes([byte]))
+                time.sleep(0.25)
+
+        with mock.patch("lightning_cocod.comm.ring._LOOK", 0.05):
+            (total,), _ = at_once(lambda: summed(ring, [torch.ones(8)], leg=Leg.REDUCE_SCATTER), trickle)
+        assert total[:4].tolist() == [3.0] * 4
+        assert len(sink.recv(100)) == 16
+
+
+@pytest.mark.parametrize("leg", Leg)
+@pytest.mark.parametrize(("n", "sizes"), [(3, [8, 0, 8]), (4, [1, 1, 1, 1, 1]), (2, [0, 1, 0, 1])], ids=str)
+def test_empty_parts_keep_nobody_waiting_where_buckets_come_one_by_one(n, sizes, leg):
+    rings, tensors = ring_of(n), everybody(n, sizes, torch.float32)
+    results = at_once(*(lambda r=r: summed(rings[r], tensors[r], leg=leg, is_there=lambda _: False) for r in range(n)))
+    assert [len(result) for result in results] == [len(sizes)] * n
+    if leg is Leg.ALL_REDUCE:
+        assert all(equal(result, expected(tensors)) for result in results)
+    for ring in rings:
+        ring.close()
+
+
+def test_memory_that_has_been_replaced_is_not_kept():
+    ring, other = ring_of(2)
+    for size in (100, 200, 400, 800, 1600):
+        for _ in range(IN_FLIGHT):
+            memory = torch.empty(size)
+            assert ring.cut(memory[: size - 1]) is ring.cut(memory[: size - 1])
+            assert [part.values.numel() for part in ring.cut(memory)] == [size // 2] * 2
+    kept = {
+        parts[0].values.untyped_storage().data_ptr()
+        for of_it in ring._cuts[torch.float32].values()
+        for parts in of_it.values()
+    }
+    assert len(kept) <= IN_FLIGHT
+    ring.close()
+    other.close()
 
 
 # How it is made
@@ -260,6 +326,11 @@ def test_a_neighbour_that_cannot_be_reached_is_named():
     assert run_ranks(not_reached, 2) == ["rank 1 cannot be reached", "rank 0 cannot be reached"]
 
 
+def test_what_the_system_refuses_is_told_in_one_line():
+    with pytest.raises(PeerLost, match=r"no ring can be closed at 192\.0\.2\.1: "):  # nobody's address
+        close_ring(None, "192.0.2.1", 0, (0, 1), LIMIT, lambda: None)
+
+
 def test_who_waits_for_a_neighbour_looks_up_now_and_then():
     class Gone(Exception):
         pass
@@ -289,9 +360,11 @@ def test_the_address_is_that_of_the_transports_own_connections():
         with connections.being_made():
             connect("127.0.0.3")
         assert connections.address() == "127.0.0.3"
+        looked_at = connections._made  # by another thread, which must not find it changing
         connections.add(connect("127.0.0.2"))
         connections.add(connect("127.0.0.2"))  # one of the three is somebody else's
         assert connections.address() == "127.0.0.2"
+        assert len(looked_at) == 1
 
 
 # In a communicator

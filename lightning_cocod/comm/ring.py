@@ -47,7 +47,7 @@ class Leg(Enum):
 
 _LOOK = 0.5  # seconds between two looks at whether communication is over
 _LOW_WATER = 1 << 19  # bytes that have to be there before the thread wakes, if as many are expected
-_KEPT = 8  # buckets that are cut
+_KEPT = 8  # sizes of buckets in the same memory that are cut
 _CLOSED = "a connection has been closed"
 
 
@@ -74,7 +74,7 @@ class Ring:
     def __init__(self, after: socket.socket, before: socket.socket, place: int, n: int, timeout: float) -> None:
         self.after, self.before, self.place, self.n, self.timeout = after, before, place, n, timeout
         self._landing: dict[torch.dtype, Tensor] = {}
-        self._cuts: dict[tuple[int, int, torch.dtype], list[_Part]] = {}
+        self._cuts: dict[torch.dtype, dict[int, dict[int, list[_Part]]]] = {}
 
     def travel(
         self,
@@ -101,17 +101,21 @@ class Ring:
 
     def cut(self, memory: Tensor) -> list[_Part]:
         """A bucket's n parts. Kept for memory that comes again: making views takes longer than handing bytes over."""
-        key = memory.data_ptr(), memory.numel(), memory.dtype
-        if key not in self._cuts:
-            if len(self._cuts) == _KEPT:
-                del self._cuts[next(iter(self._cuts))]
+        landing, longest = self._landing.get(memory.dtype), -(-memory.numel() // self.n)
+        if landing is None or landing.numel() < longest:
+            landing = self._landing[memory.dtype] = memory.new_empty(longest)
+            self._cuts[memory.dtype] = {}
+        kept = self._cuts[memory.dtype]
+        if memory.data_ptr() not in kept and len(kept) == IN_FLIGHT:
+            del kept[next(iter(kept))]  # it has been replaced
+        of_it = kept.setdefault(memory.data_ptr(), {})
+        if memory.numel() not in of_it:
+            if len(of_it) == _KEPT:
+                of_it.clear()
             ends = [memory.numel() * part // self.n for part in range(self.n + 1)]
-            landing = self._landing.get(memory.dtype)
-            if landing is None or landing.numel() < -(-memory.numel() // self.n):
-                landing = self._landing[memory.dtype] = memory.new_empty(-(-memory.numel() // self.n))
             views = [(memory[start:stop], landing[: stop - start]) for start, stop in pairwise(ends)]
-            self._cuts[key] = [_Part(values, memory_of(values), landed, memory_of(landed)) for values, landed in views]
-        return self._cuts[key]
+            of_it[memory.numel()] = [_Part(value, memory_of(value), landed, memory_of(landed)) for value, landed in views]
+        return of_it[memory.numel()]
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
@@ -181,6 +185,8 @@ class _Journey:
                 if not self._out:
                     self._has_sent()
             into = self._incoming()
+            if self._has_room and self._outgoing() is not None:
+                return  # that what comes next is empty has freed something to send
             if into is None and self._out is None:
                 return  # there were but empty parts, and what else can be sent
             if self._wait(into, over):
@@ -210,6 +216,9 @@ class _Journey:
         while not (events := dict(self._poll.poll(1e3 * _LOOK))):
             if was_over:
                 raise TransportError("it was given up")
+            if self._low_water > 1:  # something may come, but slowly
+                ring.before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+                self._low_water = 1
             if time.monotonic() - since > ring.timeout:
                 raise TransportError(f"nothing has moved for {ring.timeout:g} s")
             was_over = over.is_set()

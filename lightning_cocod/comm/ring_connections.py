@@ -34,6 +34,19 @@ def close_ring(
     Raises:
         PeerLost: a neighbour cannot be reached, or has not connected; it is named.
     """
+    try:
+        after, before = _connected(group, address, rank, ranks, timeout, check)
+        for connection in (after, before):
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise PeerLost(f"no ring can be closed at {address}: {first_line(error)}") from None
+    return after, before
+
+
+def _connected(
+    group: dist.ProcessGroup, address: str, rank: int, ranks: Sequence[int], timeout: float, check: Callable[[], None]
+) -> tuple[socket.socket, socket.socket]:
     deadline = time.monotonic() + timeout
     place, n = ranks.index(rank), len(ranks)
     following, preceding = ranks[(place + 1) % n], ranks[place - 1]
@@ -42,14 +55,15 @@ def close_ring(
         told: list[Any] = [None] * n
         dist.all_gather_object(told, (*listener.getsockname()[:2], token), group=group)
         host, port, theirs = told[(place + 1) % n]
+        _, percent, scope = address.partition("%")  # of a link-local address: the interface is called what it is called here
         # The next rank need not have accepted anybody to be connected to, so no circle of waiting closes.
         try:
-            after = socket.create_connection((host, port), timeout=timeout)
+            after = socket.create_connection((f"{host}{percent}{scope}", port), timeout=timeout)
+            after.sendall(theirs)
         except OSError as error:
             why = first_line(error)
             raise PeerLost(f"rank {following} cannot be reached at {host} port {port}: {why}") from None
         try:
-            after.sendall(theirs)
             while (before := admit(listener, token)) is None:
                 if time.monotonic() >= deadline:
                     raise PeerLost(f"rank {preceding} has not connected within {timeout:g} s")
@@ -57,7 +71,4 @@ def close_ring(
         except BaseException:
             after.close()
             raise
-    for connection in (after, before):
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return after, before

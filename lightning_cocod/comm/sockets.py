@@ -53,11 +53,11 @@ class Connections:
         self._made = {fd: inode for fd, inode in made.items() if _port(fd, listening=False) not in served}
 
     def add(self, connection: socket.socket) -> None:
-        """One more that belongs to the group."""
-        self._made[connection.fileno()] = os.fstat(connection.fileno()).st_ino
+        """One more that belongs to the group. Another thread may be looking at those before."""
+        self._made = {**self._made, connection.fileno(): os.fstat(connection.fileno()).st_ino}
 
     def address(self) -> str | None:
-        """This host's, at which its peers have been reached; None where that cannot be seen.
+        """This host's, at which its peers have been reached, with its scope if it has one; None where that cannot be seen.
 
         Another thread may have connected to somebody else meanwhile: it is the address of most, then one in a network.
         """
@@ -66,7 +66,8 @@ class Connections:
             with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     connection.getpeername()  # fails if it is connected to nobody
-                    found[str(connection.getsockname()[0])] += 1
+                    host, _, *of_v6 = connection.getsockname()
+                    found[f"{host}%{socket.if_indextoname(of_v6[1])}" if of_v6 and of_v6[1] else host] += 1
         return max(found, key=lambda address: (found[address], not address.startswith("127.")), default=None)
 
     def are_broken(self) -> bool:
