@@ -108,9 +108,9 @@ def own_address(store: Store) -> str:
 
 def listen(host: str, peers: int) -> socket.socket:
     """At any port of an address of this host, for so many."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]  # it knows scopes
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
+    listener.bind(address)
     listener.listen(peers + 16)  # peers connect before they are accepted, and strangers may
     return listener
 
