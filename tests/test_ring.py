@@ -1,6 +1,7 @@
 """Sums round a ring: exact, the same everywhere, in any timing, and an end whatever happens to a neighbour."""
 
 import logging
+import os
 import random
 import socket
 import threading
@@ -368,6 +369,23 @@ def test_the_address_is_that_of_the_transports_own_connections():
 
 
 # In a communicator
+
+
+def encrypted(rank, n):
+    comm = Communicator()
+    with mock.patch.dict(os.environ, GLOO_DEVICE_TRANSPORT="TCP_TLS"), mock.patch.object(comm, "_new_group") as made:
+        made.return_value = dist.group.WORLD  # which is not encrypted: there are no certificates here
+        comm.start()
+    x = [torch.full((5,), float(rank))]
+    comm.mean_(x, 1 / n, Subject("test", "mean", 0)).wait()
+    ring = comm._ring
+    with mock.patch.object(comm, "_disband_all"):
+        comm.close()
+    return ring, x[0].tolist()
+
+
+def test_where_the_transport_encrypts_nothing_goes_round_the_ring():
+    assert run_ranks(encrypted, 2) == [(None, [0.5] * 5)] * 2
 
 
 def over_gloo_and_round_the_ring(rank, n):

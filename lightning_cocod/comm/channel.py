@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -95,7 +96,8 @@ class Channel:
             self._groups.append(self._new_group("nccl", parts, patience))
         for group in self._groups if making else ():
             set_timeout(timeout, group)
-        if self.device.type == "cpu" and self.world_size > 1:
+        encrypted = os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"  # which the ring is not
+        if self.device.type == "cpu" and self.world_size > 1 and not encrypted:
             self._ring = self._new_ring(timeout, making or timeout)
 
     def _new_ring(self, timeout: float, patience: float) -> Ring:
