@@ -45,7 +45,7 @@ def run(
     """
     idle = 0.0
     for stage in operation.stages(tracer):
-        if ring is not None and stage.leg is not None:
+        if ring is not None and stage.leg is not None and ring.takes(stage.leg):
             idle += _go_round(stage, stage.leg, ring, scratch, over, tracer)
         else:
             idle += _carry_out(stage, group, scratch, over, tracer)

@@ -52,7 +52,7 @@ def for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[i
 class Push(Collective):
     """s ← Σ_i w_i g_i, added up in the dtype of sums; s has the dtype of g.
 
-    Round a ring it is a reduce-scatter. Otherwise values travel as they are, and the owner of a shard weighs them and adds
+    Between two it goes round their ring. Otherwise values travel as they are, and the owner of a shard weighs them and adds
     them up in the order of ranks. Buckets set out as their gate opens, while others are still being computed. So whether g
     is finite is known only in the end, and told in a second header. Where workers that are not are to be left out, all is
     sent once more; they send zeros then.
