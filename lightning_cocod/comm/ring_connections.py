@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch.distributed as dist
@@ -56,19 +56,17 @@ def _connected(
         dist.all_gather_object(told, (*listener.getsockname()[:2], token), group=group)
         host, port, theirs = told[(place + 1) % n]
         _, percent, scope = address.partition("%")  # of a link-local address: the interface is called what it is called here
-        # The next rank need not have accepted anybody to be connected to, so no circle of waiting closes.
-        try:
-            after = socket.create_connection((f"{host}{percent}{scope}", port), timeout=timeout)
-            after.sendall(theirs)
-        except OSError as error:
-            why = first_line(error)
-            raise PeerLost(f"rank {following} cannot be reached at {host} port {port}: {why}") from None
-        try:
+        with ExitStack() as undo:
+            # The next rank need not have accepted anybody to be connected to, so no circle of waiting closes.
+            try:
+                after = undo.enter_context(socket.create_connection((f"{host}{percent}{scope}", port), timeout=timeout))
+                after.sendall(theirs)
+            except OSError as error:
+                why = first_line(error)
+                raise PeerLost(f"rank {following} cannot be reached at {host} port {port}: {why}") from None
             while (before := admit(listener, token)) is None:
                 if time.monotonic() >= deadline:
                     raise PeerLost(f"rank {preceding} has not connected within {timeout:g} s")
                 check()
-        except BaseException:
-            after.close()
-            raise
+            undo.pop_all()
     return after, before
