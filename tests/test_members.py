@@ -377,3 +377,23 @@ def test_epochs_are_shared_by_those_that_there_are(store):
         seen = sorted(sample for of_one in living for sample in of_one.get(epoch, []))
         assert len(seen) == 38 if epoch == 0 else seen == list(range(40))  # the batch that the rank had is lost with it
     assert set(living[-1]) in ({1, 2, 3}, {2, 3})
+
+
+@pytest.mark.parametrize(
+    "meets",
+    [
+        lambda members: members.settle("what?", "this"),
+        lambda members: members.elect(lambda: {0, 1}, lets_in=False),
+        lambda members: members.agree(True, lambda: False),
+        lambda members: members.wait(LIMIT),
+    ],
+    ids=["settles", "elects", "agrees", "waits"],
+)
+def test_whoever_meets_the_others_where_the_store_is_lost_is_told_whose_it_was(meets):
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    members = Members(dist.TCPStore("127.0.0.1", host.port, is_master=False), "a run", 1)
+    members.names = (0, 1)
+    del host
+    with pytest.raises(PeerLost, match=r"^rank 0, or the launcher that hosts the store, is lost") as error:
+        meets(members)
+    assert error.value.for_good

@@ -20,6 +20,12 @@ class PeerLost(CommunicationError):
         self.for_good = for_good
 
 
+def store_lost(why: str) -> PeerLost:
+    """The same line for all who hear of it: the heartbeat, the vote of who goes on, a claim of a batch."""
+    where = "rank 0, or the launcher that hosts the store, is lost"
+    return PeerLost(f"{where}: the store does not answer ({why})", for_good=True)
+
+
 class PeerLeft(PeerLost):
     """A peer has said goodbye: it left in good order, and has nothing more to say."""
 

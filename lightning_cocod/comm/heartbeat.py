@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from lightning_cocod.comm.errors import PeerLost, first_line, in_one_line
+from lightning_cocod.comm.errors import PeerLost, first_line, in_one_line, store_lost
 from lightning_cocod.comm.fence import Fence, Identity
 
 Note = dict[str, Any]
@@ -230,7 +230,8 @@ class Heartbeat:
     def _store_lost(self, why: str) -> None:
         """Seen by the beat or the guard, whichever comes first. The run is over: a stopped peer would stay for ever."""
         stopped = [rank for rank, process in list(self._processes.items()) if self._fence.is_stopped(process)]
-        self._tell(PeerLost(f"{_STORE_LOST} ({why}){''.join(map(self._end, stopped))}", for_good=True))
+        reason = store_lost(why)
+        self._tell(PeerLost(f"{reason}{''.join(map(self._end, stopped))}", for_good=True))
 
     def _tell(self, reason: PeerLost) -> bool:
         """Returns whether the others go on. If not, nothing more is told."""
@@ -239,6 +240,3 @@ class Heartbeat:
                 self._is_over = not self._lost(reason)
         self._met.set()
         return not self._is_over
-
-
-_STORE_LOST = "rank 0, or the launcher that hosts the store, is lost: the store does not answer"

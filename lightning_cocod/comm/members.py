@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_cocod.comm.default_group import set_timeout
 from lightning_cocod.comm.door import LOOK, Door, Signs
-from lightning_cocod.comm.errors import PeerLost, first_line
+from lightning_cocod.comm.errors import PeerLost, first_line, store_lost
 
 RUN = "lightning_cocod/run"
 """Where a store tells of the run that is under way."""
@@ -97,7 +97,7 @@ class Members:
         try:
             return self._settle(f"{self._place(self.generation)}/{question}", answer)
         except RuntimeError as error:  # what torch's store raises
-            raise _store_lost(error) from None
+            raise store_lost(first_line(error)) from None
 
     def elect(self, living: Callable[[], Collection[int]], *, lets_in: bool) -> None:
         """The next generation begins: wait until the members that live are here.
@@ -114,7 +114,7 @@ class Members:
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise _store_lost(error) from None
+            raise store_lost(first_line(error)) from None
         if self.name not in record["names"] or str(self.name) in record["let in"]:
             raise _lost(f"the others took rank {self.name} for lost, and have gone on without it")
         self._adopt(record)
@@ -133,7 +133,7 @@ class Members:
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise _store_lost(error) from None
+            raise store_lost(first_line(error)) from None
         self._begin()
 
     def gather(self, backend: str, device: torch.device, timeout: float, making: float) -> None:
@@ -182,7 +182,7 @@ class Members:
                     time.sleep(LOOK)
             return self._store.get(f"{place}/outcome") == b"made"
         except RuntimeError as error:
-            raise _store_lost(error) from None
+            raise store_lost(first_line(error)) from None
 
     def leave(self) -> None:
         """Nobody is let in by this one any more. Idempotent."""
@@ -280,10 +280,6 @@ class Members:
 
 def _lost(reason: str) -> PeerLost:
     return PeerLost(reason, for_good=True)
-
-
-def _store_lost(error: RuntimeError) -> PeerLost:
-    return _lost(f"the store is lost, and without it nobody goes on together ({first_line(error)})")
 
 
 def root_of(store: Store) -> Store:
