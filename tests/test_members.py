@@ -13,7 +13,7 @@ from torch import nn
 from lightning_cocod import ADPSGD, SharedEpoch
 from lightning_cocod.comm import Communicator, PeerLost, communicator
 from lightning_cocod.comm.joining import join
-from lightning_cocod.comm.members import Members
+from lightning_cocod.comm.members import RUN, Members
 
 LIMIT = 90.0
 
@@ -320,6 +320,26 @@ def test_one_that_comes_back_with_another_model_is_refused_and_the_run_goes_on(s
     first, _, said = run_ranks(of_another_kind, 3, store, init=False, timeout=LIMIT, expect={1: "died"})
     assert first is None
     assert said == "rank 1 cannot be taken in: its model or its options are others than those of the run"
+
+
+class Watched:
+    """A store, and whether a run could be found in it whenever something was set."""
+
+    def __init__(self, store):
+        self.store, self.found = store, []
+
+    def set(self, key, value):
+        self.store.set(key, value)
+        self.found.append(self.store.check([RUN]))
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_whoever_knows_that_a_run_has_begun_finds_it_again(store):
+    watched = Watched(dist.TCPStore("127.0.0.1", store, is_master=False))
+    Members.founding(watched, 0, 2).leave()
+    assert watched.found == [True, True]
 
 
 class EndsWithALoss(ADPSGD):

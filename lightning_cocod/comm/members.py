@@ -65,8 +65,8 @@ class Members:
         root, key = root_of(store), f"{RUN} number {number}"
         if rank == 0:
             run = uuid.uuid4().hex
+            root.set(RUN, run)  # first: whoever has begun may be lost at once, and come back
             store.set(key, run)
-            root.set(RUN, run)
         members = cls(root, store.get(key).decode(), rank)
         members.names = tuple(range(world_size))
         members._begin()
