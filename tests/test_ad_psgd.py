@@ -475,6 +475,7 @@ def joining(rank, n):
                 mean = vector(model.parameters())
             sizes.append(len(a.gossip.x))
         before = a.gossip.exchanges
+        dist.barrier()  # nobody asks before all have looked
         model.loss(0).backward()
         a.step()
         if n > 1:
@@ -546,6 +547,7 @@ def counted(rank, n):
     model = Net(rank)
     with ADPSGD(model, torch.optim.SGD(model.parameters(), lr=RATE)) as a:
         start = a.metrics()["comm/sent_bytes"]
+        dist.barrier()  # nobody asks before all have looked
         for t in range(5):
             model.loss(t).backward()
             a.step()

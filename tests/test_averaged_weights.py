@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWei
 from support.ranks import run_ranks
 from support.toys import STRATEGIES, Toy, loader, made, trainer
 
+from lightning_cocod import PeerLost
+
 over_strategies = pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
 TOL = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -183,7 +185,7 @@ def broken(rank, world, kind):
     model = Breaks()
     t = trainer("cocod", world, callbacks=[watch, average], num_sanity_val_steps=0)
     before = list(t.callbacks)
-    with pytest.raises(ValueError, match="my own bug"):
+    with pytest.raises((ValueError, PeerLost), match="my own bug"):  # the other one may be first
         t.fit(model, loader(), loader(shuffle=False))
     assert t.callbacks == before
     assert not {"state_dict", "transfer_weights", "on_save_checkpoint"} & set(vars(average))

@@ -23,6 +23,8 @@ from support.warm import Warm
 from lightning_cocod.cli import ranks, train
 from lightning_cocod.cli.build import check, make
 from lightning_cocod.cli.conf_dir import conf_dir
+from lightning_cocod.cli.failure import RecordFailure, first_failure
+from lightning_cocod.comm import PeerLost
 from lightning_cocod.workloads import InputError
 
 COMMAND = [sys.executable, "-m", "lightning_cocod.cli.train"]
@@ -362,6 +364,13 @@ def test_sweep_over_numbers_of_ranks(tmp_path):
     with only(tmp_path.rglob("sweep.csv")).open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["ranks"], row["steps"]) for row in rows] == [("2", "4"), ("1", "8")]  # two ranks share the data
+
+
+def test_the_rank_that_failed_is_told_of_even_where_another_hears_of_it_first(tmp_path):
+    RecordFailure(tmp_path, 0).record(PeerLost("rank 1 failed: InputError: no such file"))
+    RecordFailure(tmp_path, 1).record(InputError("no such file"))
+    failure = first_failure(tmp_path, 0)
+    assert (failure.rank, failure.text, failure.expected) == (1, "no such file", True)
 
 
 def test_failing_job_of_a_sweep_does_not_end_it(tmp_path):

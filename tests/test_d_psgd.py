@@ -265,7 +265,7 @@ def lost(rank, n, algorithm, options):
 
 
 def test_a_peer_that_is_lost_is_named_by_all_others():
-    first, second, third = run_ranks_raw(lost, 3, DPSGD, {}, leftovers_ok=True, timeout=LIMIT)
+    first, second, third = run_ranks_raw(lost, 3, DPSGD, {}, leftovers_ok=True, timeout=LIMIT, grace=40)
     assert second.status == "died"
     for end in (first, third):
         assert end.status == "error"

@@ -161,7 +161,7 @@ def refused(worker, n, port):
     else:
         with a:
             store.set("begun", "")
-            while not store.check(["refused"]):
+            while not a.comm.who(store.check(["refused"]), a.subject("refused?")):
                 train(a, model, 5)
                 with a.consensus():
                     pass
@@ -256,7 +256,7 @@ def fails_after_a_loss(rank, n):
 
 
 def test_a_rank_that_fails_after_a_loss_is_lost_as_well():
-    outcomes = run_ranks_raw(fails_after_a_loss, 3, timeout=LIMIT)
+    outcomes = run_ranks_raw(fails_after_a_loss, 3, timeout=LIMIT, grace=40)
     assert [outcome.status for outcome in outcomes] == ["ok", "died", "error"]
     assert outcomes[0].value == 1
     assert "ValueError: my own bug" in outcomes[2].traceback
@@ -358,7 +358,7 @@ def not_outlived(rank, n):
 
 def test_where_a_loss_is_not_outlived_the_next_meeting_raises():
     """The negative control."""
-    first, second = run_ranks_raw(not_outlived, 2, timeout=LIMIT)
+    first, second = run_ranks_raw(not_outlived, 2, timeout=LIMIT, grace=40)
     assert second.status == "died"
     assert first.status == "error"
     assert "PeerLost: rank 1 is lost" in first.traceback

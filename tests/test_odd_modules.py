@@ -11,6 +11,8 @@ from support.toys import STRATEGIES, Toy, dataset, having, loader, made, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_cocod import PeerLost
+
 over_strategies = pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
 TOL = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -144,7 +146,8 @@ def test_sparse_gradients_make_local_steps(strategy, optimizer):
 def sparse_warm_up(rank, world, kind):
     t = trainer(kind(warmup_steps=2), world, max_epochs=1)
     callbacks = list(t.callbacks)
-    with pytest.raises(TypeError, match="sparse gradients cannot be averaged; use sparse=False, or warmup_steps=0"):
+    refusal = "sparse gradients cannot be averaged; use sparse=False, or warmup_steps=0"
+    with pytest.raises((TypeError, PeerLost), match=refusal):  # the other one may be first
         t.fit(Words(torch.optim.SGD), words())
     assert t.callbacks == callbacks
     assert "run" not in vars(t.fit_loop)

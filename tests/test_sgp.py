@@ -198,7 +198,7 @@ def test_a_rank_that_is_not_finite_goes_on_from_a_sound_one(graph, delay):
 
 
 def test_ranks_with_different_numbers_of_steps_are_both_named():
-    for text in run_ranks(uneven, 2, SGP, {}, leftovers_ok=True, timeout=LIMIT):
+    for text in run_ranks(uneven, 2, SGP, {}, leftovers_ok=True, timeout=LIMIT, grace=40):
         assert "rank 0" in text
         assert "rank 1" in text
         assert "sgp/finish at step 6" in text
@@ -206,7 +206,7 @@ def test_ranks_with_different_numbers_of_steps_are_both_named():
 
 
 def test_a_peer_that_is_lost_is_named_by_all_others():
-    first, second, third = run_ranks_raw(lost, 3, SGP, {"delay": 1}, leftovers_ok=True, timeout=LIMIT)
+    first, second, third = run_ranks_raw(lost, 3, SGP, {"delay": 1}, leftovers_ok=True, timeout=LIMIT, grace=40)
     assert second.status == "died"
     assert all("PeerLost" in end.traceback and "rank 1" in end.traceback for end in (first, third))
 

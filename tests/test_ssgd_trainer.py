@@ -10,6 +10,7 @@ from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 from torch import nn
 
+from lightning_cocod import PeerLost
 from lightning_cocod.strategies import ODSGDStrategy, SSGDStrategy
 
 DDP = "ddp_find_unused_parameters_true"
@@ -221,7 +222,7 @@ class Fails(Plain):
 
 def rescued(rank, n, folder):
     options = {"callbacks": [OnExceptionCheckpoint(folder)], "enable_checkpointing": True, "default_root_dir": folder}
-    with pytest.raises(ValueError, match="boom"):
+    with pytest.raises((ValueError, PeerLost), match="boom"):  # the other one may be first
         fit(Fails(), SSGDStrategy(), n, folder, **options)
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
@@ -240,6 +241,7 @@ def plain(rank, world, algorithm, path, steps=20, fails_at=None, **trace):
                     optimizer.step()
                     step += 1
                     if step == fails_at:
+                        dist.barrier()  # whoever hears of the other's failure before has traced less
                         raise ArithmeticError("on purpose")
         with running.consensus():
             model(data[:4][0])

@@ -13,7 +13,7 @@ from support.toys import STRATEGIES, Toy, dataset, flat, loader, made, parameter
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cocod import CoCoDStrategy, LocalSGDStrategy
+from lightning_cocod import CoCoDStrategy, LocalSGDStrategy, PeerLost
 
 over_strategies = pytest.mark.parametrize("strategy", made(period=4), ids=STRATEGIES)
 
@@ -128,7 +128,7 @@ class Diverges(Rated):
 
 def failing_search(rank, world, folder):
     t = trainer("cocod", world, default_root_dir=folder)
-    with pytest.raises(ValueError, match="my own bug"):
+    with pytest.raises((ValueError, PeerLost), match="my own bug"):  # the other one may be first
         Tuner(t).lr_find(Diverges(), num_training=20)
     assert [type(c).__name__ for c in t.callbacks] == ["_LRCallback"]  # Lightning's own, which it leaves there
     nothing_is_replaced(t, list(t.callbacks))

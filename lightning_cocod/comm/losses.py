@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch.distributed as dist
+
 from lightning_cocod.comm.errors import CommunicationError, PeerLost, TransportError, first_line
 from lightning_cocod.comm.heartbeat import Heartbeat
 from lightning_cocod.comm.thread import CommunicationThread
@@ -18,6 +20,7 @@ _log = logging.getLogger(__name__)
 _VERDICT = 4.0  # seconds that a broken connection waits for the heartbeat to say whose it was
 _CALM = 10.0  # seconds of silence that tell who is gone where the others go on, and one that is only slow must not be ended
 _TOGETHER = 0.2  # seconds within which all connections to a peer break that is gone
+_BUSY = 1.0  # the same where the transport itself complains: threads that look after them may be late
 PATIENCE = _VERDICT + 2.0
 """Seconds in which a communication thread that is still at work comes to an end."""
 
@@ -179,7 +182,8 @@ class Losses:
             return None
         if self.error is not None and not isinstance(self.error, PeerLost):
             return None  # this rank has failed by itself
-        deadline = time.monotonic() + _TOGETHER
+        of_the_transport = isinstance(error, dist.DistError) or "gloo" in str(error)
+        deadline = time.monotonic() + (_BUSY if of_the_transport else _TOGETHER)
         while not self.over.is_set() and not self._are_broken():
             if time.monotonic() > deadline:
                 return None

@@ -376,10 +376,10 @@ class AlgorithmStrategy(DDPStrategy):
         if self.world_size > 1 or isinstance(exception, SIGTERMException):
             refuse_success(exception)
         shorten(exception)
-        if isinstance(exception, SIGTERMException) and self._quiet is not None:
-            if isinstance(self._launcher, _SubprocessScriptLauncher):
-                self._launcher.procs.clear()  # its observer kills this process when a child ends with another code than 0
-        elif self._communicator is not None and self.world_size > 1:
+        if isinstance(self._launcher, _SubprocessScriptLauncher) and not isinstance(exception, KeyboardInterrupt):
+            self._launcher.procs.clear()  # its observer kills this process when a child ends with another code than 0
+        agreed = isinstance(exception, SIGTERMException) and self._quiet is not None
+        if not agreed and self._communicator is not None and self.world_size > 1:
             cause = self._communicator.loss_behind(exception) or exception
             show(exception, cause, self.global_rank)
             self._communicator.abort(cause)
