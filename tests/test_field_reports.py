@@ -213,6 +213,7 @@ HONOURED = {
     "weights": ([0.75, 0.25], lambda algorithm: algorithm.weights),
     "overlap": (False, lambda algorithm: getattr(algorithm, "delay", algorithm).overlap),
     "overlap_pull": (True, lambda algorithm: algorithm.overlap_pull),
+    "elementwise": (True, lambda algorithm: algorithm.elementwise),
     "on_nonfinite": ("skip", lambda algorithm: {True: "skip", False: "raise"}[algorithm.skip_nonfinite]),
     "lambda_0": (0.4, lambda algorithm: getattr(algorithm, "compensate", algorithm).lambda_0),
     "norm": ("tensor", lambda algorithm: {True: "tensor", False: "model"}[algorithm.compensate.per_tensor]),

@@ -300,6 +300,8 @@ def refused(rank, n):
     model = made()
     with pytest.raises(TypeError, match="Normalised needs whole tensors"), SSGD(model, Normalised(model.parameters())):
         pass
+    with SSGD(model, Normalised(model.parameters()), elementwise=True):  # whoever says so is believed
+        pass
     gapped = nn.ParameterList([nn.Parameter(torch.ones(4, 4)[:, :2])])
     with pytest.raises(TypeError, match="gaps in its memory"), SSGD(gapped, optim.SGD(gapped.parameters())):
         pass

@@ -31,16 +31,19 @@ class BackgroundServer(Server):
     """W ← W + U(G) for this worker's shard, behind computation.
 
     W is the server's own: what workers do to x does not matter. U is that of the user's optimizer as its groups are when a
-    step is told; a twin of it steps, while the user's has no state.
+    step is told; a twin of it steps, while the user's has no state. What is frozen rests.
 
     Args:
         optimizer: element-wise.
         comm: sends.
         shared: parameters that other optimizers have as well.
+        elementwise: see ``Server``.
     """
 
-    def __init__(self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset()) -> None:
-        super().__init__(optimizer, comm, shared)
+    def __init__(
+        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool = False
+    ) -> None:
+        super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.read_x()
         self._twin = twin(optimizer, [{**group} for group in optimizer.param_groups])
         self._twin.state = self.state
@@ -54,6 +57,8 @@ class BackgroundServer(Server):
         self.clipping = Clipping()
         self.left_out: tuple[int, ...] = ()
         """Ranks that the last mean gradient was without."""
+        self.heals = False
+        """Whether this step brings W to all, as a rank was left out of the one before."""
         self._pull: Message | None = None
         self._pushed: Message | None = None
         self._served: Handle[None] | None = None
@@ -91,6 +96,7 @@ class BackgroundServer(Server):
             self._take_state()
         groups = self.optimizer.param_groups
         options = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
+        moves = [self.x[part.number].requires_grad for part in self.parts]
         square = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
 
         def measure() -> None:
@@ -101,8 +107,8 @@ class BackgroundServer(Server):
             self.comm.mean_([square], 1.0, subject)
 
         def step() -> None:
-            for part, gradient in zip(self.parts, self._gradients, strict=True):
-                part.p.grad = gradient
+            for part, gradient, moved in zip(self.parts, self._gradients, moves, strict=True):
+                part.p.grad = gradient if moved else None
             served = zip(options, self._groups, strict=True)
             self._twin.param_groups = [{**group, "params": params} for group, params in served]
             if clipping.max_norm is not None:

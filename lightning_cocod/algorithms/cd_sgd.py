@@ -40,7 +40,8 @@ class CDSGD(SSDSGD):
         warmup_steps: steps of S-SGD first, which push gradients whole.
         overlap: False waits for what is launched: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
-        **shared: ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+        **shared: ``elementwise`` (see ``SSGD``); ``communicator``, ``timeout``, ``process_group_timeout`` (see
+            ``Algorithm``).
 
     Raises:
         ValueError: an option out of range; ``on_nonfinite="skip"``, as what is not finite is found out only once it has gone
@@ -82,7 +83,7 @@ class CDSGD(SSDSGD):
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> CodedServer:
         """Without residuals."""
-        return CodedServer(optimizer, self.comm, shared, compression=self.codes)
+        return CodedServer(optimizer, self.comm, shared, compression=self.codes, elementwise=self.elementwise)
 
     def _begin(self, server: Outgoing) -> None:
         coded = cast(CodedServer, server)

@@ -29,12 +29,19 @@ class CodedServer(BackgroundServer):
         comm: sends.
         shared: parameters that other optimizers have as well.
         compression: C.
+        elementwise: see ``Server``.
     """
 
     def __init__(
-        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, compression: Compression
+        self,
+        optimizer: Optimizer,
+        comm: Group,
+        shared: Set[nn.Parameter] = frozenset(),
+        *,
+        compression: Compression,
+        elementwise: bool = False,
     ) -> None:
-        super().__init__(optimizer, comm, shared)
+        super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.e = self.layout.buffer(summed=True)
         torch._foreach_zero_(self.e.buckets)
         self._places = {True: self.pieces, False: self.by_parameter(self.e)}

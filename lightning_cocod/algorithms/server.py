@@ -37,14 +37,20 @@ class Server(Outgoing):
         optimizer: element-wise.
         comm: sends.
         shared: parameters that other optimizers move too: their gradients are kept for those.
+        elementwise: whether the optimizer is known to be, so that it is not tried out.
 
     Raises:
         TypeError: an optimizer that needs whole tensors; parameters with gaps in their memory.
     """
 
-    def __init__(self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset()) -> None:
-        if (why_not := refusal(optimizer)) is not None:
-            raise TypeError(f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW")
+    def __init__(
+        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool = False
+    ) -> None:
+        if not elementwise and (why_not := refusal(optimizer)) is not None:
+            raise TypeError(
+                f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW, or "
+                "elementwise=True if it is one"
+            )
         super().__init__(optimizer, comm, shared, bucket_bytes=BUCKET_BYTES)
         self.W = [torch.zeros_like(shard) for shard in self.G]
         """This worker's shards of x."""

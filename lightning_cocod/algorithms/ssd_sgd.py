@@ -37,7 +37,9 @@ class SSDSGD(SSGD):
 
     The user's optimizer steps in the communication thread, on this worker's shard, with the rates that its groups had when
     the step was told; clipping is done to the mean gradient as under DDP, and to the worker's own before its local update.
-    A parameter without a gradient counts as one with a gradient of zero. Memory beyond the parameters, gradients and
+    A parameter without a gradient counts as one with a gradient of zero; one that is frozen rests. With
+    ``on_nonfinite="skip"`` what a worker pushed is known to be not finite in the next step, which then is one of S-SGD for
+    all: x_i ← W is what repairs that worker. Memory beyond the parameters, gradients and
     optimizer, whose state is N times smaller: the gradients that are pushed, P, the base of an earlier step, and shards.
 
     Follows the abstract and the authors' code; the local updates are in ``local_update``. One worker trains plainly.
@@ -53,7 +55,8 @@ class SSDSGD(SSGD):
         warmup_steps: H. The authors have 500.
         overlap: False waits for what is launched: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
-        **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
+        **shared: ``elementwise`` (see ``SSGD``); ``on_nonfinite``, ``communicator``, ``timeout``,
+            ``process_group_timeout`` (see ``Algorithm``).
 
     Raises:
         ValueError: an option out of range; "glu" beside another optimizer than SGD.
@@ -127,7 +130,7 @@ class SSDSGD(SSGD):
             server.complete(free=False)
             left_out, server.left_out = server.left_out, ()
             self.repair_buffers(left_out)
-            server.clipping = Clipping()
+            server.heals, server.clipping = bool(left_out), Clipping()
 
     def _renew(self) -> None:
         self._read_server()
@@ -155,7 +158,7 @@ class SSDSGD(SSGD):
 
     def _advance(self, server: BackgroundServer) -> None:
         server.serve(self.subject("server's step"))
-        if self.when.synchronous(self.t):
+        if self.when.synchronous(self.t) or server.heals:
             server.pull_now(self.subject("parameters"))
             self.local_update.begin(server.x)
         else:
@@ -169,6 +172,7 @@ class SSDSGD(SSGD):
         for p in server.x:
             p.grad = None
 
+    @torch.no_grad()
     def _update_locally(self, server: BackgroundServer) -> None:
         """x ← LocalUpdate(b, g)."""
         server.arrived()
@@ -178,10 +182,14 @@ class SSDSGD(SSGD):
         for group in server.optimizer.param_groups:
             scales = Scales(factor * float(group["lr"]), s, group.get("weight_decay", 0.0), k)
             for p in group["params"]:
-                if p in numbers:
-                    b = server.P[numbers[p]] if server.pulled else p.detach()
-                    g = torch.zeros_like(p) if p.grad is None else p.grad
-                    self.local_update.step(p, b, g, scales, pulled=server.pulled)
+                if p not in numbers:
+                    continue
+                b = server.P[numbers[p]] if server.pulled else p.detach()
+                if not p.requires_grad:
+                    p.detach().copy_(b)
+                    continue
+                g = torch.zeros_like(p) if p.grad is None else p.grad.neg_() if group.get("maximize") else p.grad
+                self.local_update.step(p, b, g, scales, pulled=server.pulled)
         server.pulled = False
 
     # What is evaluated and kept

@@ -30,16 +30,17 @@ class SSGD(Pushing):
                           W ← W + U(Σ_j w_j g_j)           # each worker its own shard
                           Pull W ;  x ← W
 
-    so that x(t+1) = x(t) + U(Σ_j w_j g_j(x(t))), as under DDP; with two workers equal to it bit for bit, with more as far as
-    the order of sums allows. The optimizer's state exists once, a shard on each worker. A gradient that one worker lacks
-    counts as zero; one that all lack is none, and its parameter does not step.
+    so that x(t+1) = x(t) + U(Σ_j w_j g_j(x(t))), as under DDP; with two workers equal to it bit for bit, with more, or
+    clipped norms, as far as the order of sums allows. The optimizer's state exists once, a shard on each worker. A
+    gradient that one worker lacks counts as zero; one that all lack is none, and its parameter does not step.
 
-    The optimizer must be element-wise (SGD, Adam, RMSprop, …; it is tried out). From ``before_step`` to ``step`` it has the
-    parts of its shard in place of the parameters, so clip with ``clip_grad_norm_``, which knows the others' parts; values
-    can be clipped as ever. The parameters' own ``grad`` is None once it has been pushed, and the optimizer's ``state`` is
-    empty: ``optimizer_state`` has it whole, ``finish`` puts it back. Memory beyond the parameters, gradients and
-    optimizer: a copy of the gradients, which are freed as they are copied, a shard of them and one of weights, and four
-    buckets; the optimizer's state is N times smaller. On the CPU glibc is told to keep what has been freed (``heap.py``).
+    The optimizer must be element-wise (SGD, Adam, RMSprop, …; it is tried out, unless you vouch for it). From
+    ``before_step`` to ``step`` it has the parts of its shard in place of the parameters, so clip with ``clip_grad_norm_``,
+    which knows the others' parts; values can be clipped as ever. The parameters' own ``grad`` is None once it has been
+    pushed, and the optimizer's ``state`` is empty: ``optimizer_state`` has it whole, ``finish`` puts it back. Memory beyond
+    the parameters, gradients and optimizer: a copy of the gradients, which are freed as they are copied, a shard of them and
+    one of weights, and four buckets; the optimizer's state is N times smaller. On the CPU glibc is told to keep what has
+    been freed (``heap.py``).
 
     Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``. With
     ``overlap_pull`` the pull overlaps what follows the step: the first function of torch that is given a parameter waits
@@ -52,6 +53,8 @@ class SSGD(Pushing):
         optimizer: one or several torch optimizers over its parameters.
         overlap: False pushes after backward: the same trajectory bit for bit, nothing hidden.
         overlap_pull: True lets the pull overlap the next forward.
+        elementwise: True for optimizers that are so known to be, and would be refused when tried out, as those whose steps
+            are random. One that needs whole tensors would silently get parts of them.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
         **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``). With
             ``on_nonfinite="skip"`` a mean is that of the other ranks.
@@ -75,10 +78,12 @@ class SSGD(Pushing):
         *,
         overlap: bool = True,
         overlap_pull: bool = False,
+        elementwise: bool = False,
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(model, optimizer, overlap=overlap, weights=weights, **shared)
+        self.elementwise = flag("elementwise", elementwise)
         self.overlap_pull = flag("overlap_pull", overlap_pull)
         if self.compression is not None:
             raise ValueError("ssgd sends gradients whole: leave compression out, or use pipe_sgd, which has it")
@@ -102,7 +107,7 @@ class SSGD(Pushing):
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> Server:
         """The optimizer's state is cut into shards."""
-        return self.server(optimizer, self.comm, shared)
+        return self.server(optimizer, self.comm, shared, elementwise=self.elementwise)
 
     def _serve(self) -> None:
         super()._serve()

@@ -23,6 +23,7 @@ class CDSGDStrategy(AlgorithmStrategy):
         local_update: "sgd", "glu" beside SGD only, "dc_asgd", "dc_asgd_a", or an object.
         warmup_steps: steps of S-SGD first, which push gradients whole.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
+        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 
@@ -42,6 +43,7 @@ class CDSGDStrategy(AlgorithmStrategy):
         local_update: str | LocalUpdate = "sgd",
         warmup_steps: int = 0,
         overlap: bool = True,
+        elementwise: bool = False,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
@@ -53,5 +55,6 @@ class CDSGDStrategy(AlgorithmStrategy):
             local_update=local_update,
             warmup_steps=warmup_steps,
             overlap=overlap,
+            elementwise=elementwise,
             weights=weights,
         )

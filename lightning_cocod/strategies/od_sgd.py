@@ -17,6 +17,7 @@ class ODSGDStrategy(AlgorithmStrategy):
         local_update: "dc_asgd_a", "dc_asgd", "sgd", "glu" beside SGD only, or an object.
         warmup_steps: steps of S-SGD first.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
+        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 
@@ -34,8 +35,16 @@ class ODSGDStrategy(AlgorithmStrategy):
         local_update: str | LocalUpdate = "dc_asgd_a",
         warmup_steps: int = 0,
         overlap: bool = True,
+        elementwise: bool = False,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.runs(ODSGD, local_update=local_update, warmup_steps=warmup_steps, overlap=overlap, weights=weights)
+        self.runs(
+            ODSGD,
+            local_update=local_update,
+            warmup_steps=warmup_steps,
+            overlap=overlap,
+            elementwise=elementwise,
+            weights=weights,
+        )

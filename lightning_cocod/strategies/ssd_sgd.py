@@ -23,6 +23,7 @@ class SSDSGDStrategy(AlgorithmStrategy):
         pre_refresh: "pull" or "every_step": of "glu".
         warmup_steps: steps of S-SGD first; the authors have 500.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
+        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 
@@ -43,6 +44,7 @@ class SSDSGDStrategy(AlgorithmStrategy):
         pre_refresh: Literal["pull", "every_step"] = "pull",
         warmup_steps: int = 0,
         overlap: bool = True,
+        elementwise: bool = False,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
@@ -55,5 +57,6 @@ class SSDSGDStrategy(AlgorithmStrategy):
             pre_refresh=pre_refresh,
             warmup_steps=warmup_steps,
             overlap=overlap,
+            elementwise=elementwise,
             weights=weights,
         )

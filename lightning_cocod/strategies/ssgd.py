@@ -24,6 +24,7 @@ class SSGDStrategy(AlgorithmStrategy):
         overlap: False pushes after backward: the same trajectory, nothing hidden.
         overlap_pull: True lets the pull overlap what follows the step, callbacks and the next forward: whoever uses a
             parameter waits for it, which compiled modules cannot (see ``SSGD``). The same trajectory.
+        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 
@@ -40,8 +41,9 @@ class SSGDStrategy(AlgorithmStrategy):
         *,
         overlap: bool = True,
         overlap_pull: bool = False,
+        elementwise: bool = False,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.runs(SSGD, overlap=overlap, overlap_pull=overlap_pull, weights=weights)
+        self.runs(SSGD, overlap=overlap, overlap_pull=overlap_pull, elementwise=elementwise, weights=weights)
