@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_cocod.compression import (
@@ -309,7 +309,7 @@ def test_natural():
     assert coded(Natural(), torch.tensor([torch.finfo().max])).item() == 2.0**127
 
 
-@pytest.mark.parametrize(
+at_random = pytest.mark.parametrize(
     ("codec", "unit"),
     [
         (QSGD(7, block=BLOCK, unbiased=True), lambda v: v.norm() / 7),
@@ -321,6 +321,9 @@ def test_natural():
     ],
     ids=lambda value: repr(value) if not callable(value) else "",
 )
+
+
+@at_random
 @given(x=vectors(), seed=st.integers(0, 2**32))
 def test_rounding_at_random_goes_to_a_neighbouring_level(codec, unit, x, seed):
     """Whatever is drawn: to a multiple of the unit less than one from the value, which stays where it is one already."""
@@ -333,6 +336,20 @@ def test_rounding_at_random_goes_to_a_neighbouring_level(codec, unit, x, seed):
         assert ((levels - levels.round()).abs() <= 1e-4).all()
         assert ((levels - exact).abs() < 1 + 1e-4).all()
         assert (levels[v == 0] == 0).all()
+
+
+@at_random
+@settings(derandomize=True, max_examples=30)
+@given(x=vectors(most=BLOCK))
+@example(x=NORMAL)
+def test_rounding_at_random_has_the_value_as_its_mean_and_an_error_below_omega(codec, unit, x):
+    v = torch.nn.functional.pad(x, (0, BLOCK - x.numel())).double()
+    u = torch.where(v == 0, 0, unit(v))
+    variance = torch.where(v == 0, 0, rounding_error(v, torch.where(v == 0, 1, u)))
+    mean = coded(codec, v.float().repeat(ROWS, 1)).double().mean(0)
+    assert ((mean - v).abs() <= 6 * (variance / ROWS).sqrt() + 20 * u / ROWS + 1e-6 * v.abs()).all()  # Bernstein's
+    omega = 1 / 8 if isinstance(codec, Natural) else codec.omega
+    assert variance.sum() <= omega * square(v) * (1 + 1e-6)
 
 
 def test_rounding_to_the_nearest_has_another_mean():

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_cocod.compression import (
     CODECS,
@@ -40,6 +42,21 @@ def test_what_is_sent_and_what_is_left_are_what_came(codec, dtype):
     largest = float(e.abs().max()) + float(cs.abs().max())
     assert torch.allclose(cs.double().sum(0) + e, gs.double().sum(0), atol=50 * torch.finfo(dtype).eps * largest)
     assert codec.name == "none" or not torch.allclose(cs.double().sum(0), gs.double().sum(0), atol=1e-6)
+
+
+@given(
+    codec=st.sampled_from([kind() for kind in CODECS.values()]),
+    shape=st.tuples(st.integers(1, 8), st.integers(1, 600)),
+    exponent=st.integers(-20, 20),
+    seed=st.integers(0, 2**32),
+)
+def test_nothing_is_lost_whatever_comes_however_often(codec, shape, exponent, seed):
+    feedback, generator = ErrorFeedback(codec), torch.Generator().manual_seed(seed)
+    gs = torch.randn(shape, generator=generator, dtype=torch.float64) * 2.0**exponent
+    cs = torch.stack([feed(feedback, g, generator) for g in gs])
+    e = feedback.residuals["w"]
+    largest = float(e.abs().max()) + float(cs.abs().max()) + float(gs.abs().max())
+    assert torch.allclose(cs.sum(0) + e, gs.sum(0), rtol=0, atol=50 * torch.finfo(torch.float64).eps * largest)
 
 
 def test_without_compression_nothing_is_left_and_nothing_changed():

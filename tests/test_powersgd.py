@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.ranks import run_ranks
 from test_cocod import LIMIT, normalised
 from torch import nn
@@ -236,6 +238,28 @@ def test_orthonormal_columns_whatever_they_were():
         torch.testing.assert_close(basis @ (basis.t() @ P), P, rtol=1e-5, atol=1e-6 * float(P.abs().max()))
 
 
+@settings(derandomize=True)  # a matrix may be of lower rank but for rounding
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    rank=st.integers(1, 4),
+    of=st.integers(0, 4),
+    exponent=st.integers(-40, 40),
+    seed=st.integers(0, 2**32),
+)
+def test_a_projection_drops_what_it_does_not_keep_whatever_the_matrix(shape, rank, of, exponent, seed):
+    """‖M − PPᵀM‖² = ‖M‖² − ‖PPᵀM‖², of matrices of any rank, and 0 once P has as many columns as that."""
+    (m, n), rank = shape, min(rank, *shape)
+    draw = torch.Generator().manual_seed(seed)
+    M = torch.randn(m, of, generator=draw).double() @ torch.randn(of, n, generator=draw).double() * 2.0**exponent
+    P = M @ torch.randn(n, rank, generator=draw).double()
+    orthonormalise_(P)
+    kept = P @ (P.t() @ M)
+    dropped, whole = norm2([M - kept]), norm2([M])
+    assert dropped == pytest.approx(whole - norm2([kept]), abs=1e-9 * whole)
+    if rank >= min(of, m, n):
+        assert dropped <= 1e-12 * whole
+
+
 def test_a_start_depends_on_its_seed_alone_and_columns_are_kept_or_begin_anew():
     a, b, c = (torch.empty(30, 3) for _ in range(3))
     start_(a, (4, 1))
@@ -286,16 +310,16 @@ def fed_back(rank, n, steps):
     """Σ c + e − Σ g, ‖Σ g‖ and ‖e‖ every hundred steps. Gradients are noise around what each worker has of its own."""
     x = [nn.Parameter(torch.zeros(12, 10, dtype=torch.float64)), nn.Parameter(torch.zeros(5, dtype=torch.float64))]
     mean, own = Mean(rank, weights_of(n), x, PowerSGD(1)), part(rank, x, step=-1)
-    e, given, sent = ([torch.zeros_like(p).detach() for p in x] for _ in range(3))
+    e, total, sent = ([torch.zeros_like(p).detach() for p in x] for _ in range(3))
     sizes = []
     for step in range(steps):
         g = plus(own, part(rank, x, step))
         p = plus(g, e)
         _, e = mean(p)
-        given, sent = plus(given, g), plus(sent, minus(p, e))
+        total, sent = plus(total, g), plus(sent, minus(p, e))
         if step % 100 == 99:
             sizes.append(norm2(e) ** 0.5)
-    return norm2(minus(plus(sent, e), given)) ** 0.5, norm2(given) ** 0.5, sizes
+    return norm2(minus(plus(sent, e), total)) ** 0.5, norm2(total) ** 0.5, sizes
 
 
 def fed_back_along_one_column(rank, n, steps):
@@ -306,17 +330,17 @@ def fed_back_along_one_column(rank, n, steps):
 
 @pytest.mark.parametrize(("n", "steps"), [(1, 3000), (2, 1000), (4, 200)])
 def test_with_error_feedback_everything_is_sent_in_the_end_and_what_waits_stays_bounded(n, steps):
-    for difference, given, sizes in run_ranks(fed_back, n, steps, timeout=LIMIT):
-        assert difference < 1e-10 * given
+    for difference, total, sizes in run_ranks(fed_back, n, steps, timeout=LIMIT):
+        assert difference < 1e-10 * total
         assert min(sizes) > 1.0  # or nothing would be telescoped
         assert max(sizes) < 2 * max(sizes[:2])
-        assert given > 0.9 * 8 * steps
+        assert total > 0.9 * 8 * steps
 
 
 def test_what_waits_would_grow_if_the_columns_were_always_the_same():
-    _, given, sizes = run_ranks(fed_back_along_one_column, 1, 1000, timeout=LIMIT)[0]
+    _, total, sizes = run_ranks(fed_back_along_one_column, 1, 1000, timeout=LIMIT)[0]
     assert sizes[-1] > 9 * sizes[0]
-    assert sizes[-1] > 0.5 * given
+    assert sizes[-1] > 0.5 * total
 
 
 # Of other kinds

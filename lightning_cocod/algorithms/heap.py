@@ -16,7 +16,7 @@ def keep_freed_memory() -> None:
 
     glibc gives the end of its heap back to the system where more than a threshold is free there, 64 MiB at most. Gradients
     that are freed one by one, between activations that are freed as well, let the heap shrink and grow many times in one
-    backward, and every page that comes anew costs a fault: 18 000 of them, a tenth of its time, in a step of ResNet-18.
+    backward, and every page that comes anew costs a fault: 18 000 of them, a fourteenth of its time, in a step of ResNet-18.
 
     For the whole process, and for good. Blocks of more than 32 MiB come from the system as before. Where variables of the
     environment say how malloc behaves, and with other C libraries, nothing is done.
