@@ -24,6 +24,7 @@ from lightning_cocod.algorithms import (
     WhileSmall,
     two_way,
 )
+from lightning_cocod.algorithms.skipping import Never, as_skip
 from lightning_cocod.comm import MessageMismatch, NonFiniteMessage
 from lightning_cocod.comm.coded_shards import CodedPush
 from lightning_cocod.compression import CODECS, FP16, QSGD, Identity, Int8, RandomK, ScaledSign, TernGrad, TopK
@@ -839,6 +840,7 @@ def test_options_are_refused_in_one_line():
 
 
 def test_workers_draw_their_own_skips_and_all_know_them():
+    assert isinstance(as_skip("worker_skip", 0.0), Never)
     rule = Randomly(0.5, seed=1)
     drawn = np.array([[rule(step, who, 0, None) for step in range(400)] for who in range(3)])
     assert (abs(drawn.mean(1) - 0.5) < 0.1).all()

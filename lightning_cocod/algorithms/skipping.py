@@ -169,7 +169,7 @@ def as_skip(name: str, rule: SkipRule) -> Skip:
     if isinstance(rule, int) and not isinstance(rule, bool):
         return EveryNth(rule)
     if isinstance(rule, float):
-        return Randomly(rule)
+        return Randomly(rule) if rule else Never()  # a sweep over probabilities may begin with 0
     if callable(rule):
         return Asked(rule)
     raise ValueError(f"{name} must be a period, a probability, a rule or a function, got {rule!r}")
