@@ -31,7 +31,7 @@ class BackgroundServer(Server):
     """W ← W + U(G) for this worker's shard, behind computation.
 
     W is the server's own: what workers do to x does not matter. U is that of the user's optimizer as its groups are when a
-    step is told; a twin of it steps, while the user's has no state. What is frozen rests.
+    step is told; a twin of it steps, while the user's has no state. What is frozen, and has no gradient, rests.
 
     Args:
         optimizer: element-wise.
@@ -41,7 +41,7 @@ class BackgroundServer(Server):
     """
 
     def __init__(
-        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool = False
+        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool | None = None
     ) -> None:
         super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.read_x()
@@ -57,8 +57,6 @@ class BackgroundServer(Server):
         self.clipping = Clipping()
         self.left_out: tuple[int, ...] = ()
         """Ranks that the last mean gradient was without."""
-        self.heals = False
-        """Whether this step brings W to all, as a rank was left out of the one before."""
         self._pull: Message | None = None
         self._pushed: Message | None = None
         self._served: Handle[None] | None = None
@@ -68,6 +66,10 @@ class BackgroundServer(Server):
         if self._pushed is not None:
             self._pushed.wait()
             self.left_out, self._pushed = self._pushed.left_out, None
+
+    def resting(self) -> set[int]:
+        """Parameters that are frozen, and had no gradient when the others' was pushed. By number."""
+        return {number for number in self._absent if not self.x[number].requires_grad}
 
     def begin_pull(self, subject: Subject) -> None:
         """P ← async W."""
@@ -96,7 +98,7 @@ class BackgroundServer(Server):
             self._take_state()
         groups = self.optimizer.param_groups
         options = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
-        moves = [self.x[part.number].requires_grad for part in self.parts]
+        resting = self.resting()
         square = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
 
         def measure() -> None:
@@ -107,8 +109,8 @@ class BackgroundServer(Server):
             self.comm.mean_([square], 1.0, subject)
 
         def step() -> None:
-            for part, gradient, moved in zip(self.parts, self._gradients, moves, strict=True):
-                part.p.grad = gradient if moved else None
+            for part, gradient in zip(self.parts, self._gradients, strict=True):
+                part.p.grad = None if part.number in resting else gradient
             served = zip(options, self._groups, strict=True)
             self._twin.param_groups = [{**group, "params": params} for group, params in served]
             if clipping.max_norm is not None:
@@ -138,9 +140,10 @@ class BackgroundServer(Server):
     def state_dict(self) -> dict[str, Any]:
         """This worker's shard of W, and what has been pulled and is not used yet. The optimizer's is not here."""
         self.arrived(counted=False)
+        self.acknowledged()
         self.rest()
         P = [p.clone() for p in self.P] if self.pulled else None
-        return {"W": [W.clone() for W in self.W], "P": P, "k": self.k, "since": self._since}
+        return {"W": [W.clone() for W in self.W], "P": P, "k": self.k, "since": self._since, "left_out": list(self.left_out)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue.
@@ -153,6 +156,7 @@ class BackgroundServer(Server):
         copy_alike(self.W, state["W"])
         self.pulled, self.k, self._since = state["P"] is not None, state["k"], state["since"]
         self.P = [p.to(self.comm.device, copy=True) for p in state["P"] or []]
+        self.left_out = tuple(state["left_out"])
 
 
 def _copied(value: Any) -> Any:

@@ -39,7 +39,7 @@ class CodedServer(BackgroundServer):
         shared: Set[nn.Parameter] = frozenset(),
         *,
         compression: Compression,
-        elementwise: bool = False,
+        elementwise: bool | None = None,
     ) -> None:
         super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.e = self.layout.buffer(summed=True)
@@ -62,6 +62,8 @@ class CodedServer(BackgroundServer):
             super().put(number, place, values)
         elif values is not None:
             place.add_(values)
+        elif not self.x[number].requires_grad:  # it rests, and what it had kept is forgotten
+            place.zero_()
 
     def send(self, gate: Gate, subject: Subject) -> Message:
         """Values, or codes."""

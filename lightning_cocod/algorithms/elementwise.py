@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 _SHAPE, _STEPS = (4, 6), 3
-_WHOLE = "needs whole tensors, and a sharded server has parts of them"
+WHOLE = "needs whole tensors, and a sharded server has parts of them"
 
 
-def refusal(optimizer: Optimizer) -> str | None:
+def refusal(optimizer: Optimizer, *, elementwise: bool = False) -> str | None:
     """Why it cannot be given parts; None if it can.
 
     Tried out, with its options, where its parameters are: steps on a matrix, and on each half of its elements by itself,
-    have to agree, and its state has to be of tensors and plain values.
+    have to agree, unless it is known to be ``elementwise``, and its state has to be of tensors and plain values.
     """
     generator = torch.Generator().manual_seed(0)
     start, slopes = torch.randn(_SHAPE, generator=generator), torch.randn(_STEPS, *_SHAPE, generator=generator)
@@ -36,13 +36,15 @@ def refusal(optimizer: Optimizer) -> str | None:
             for key, value in values.items():
                 if not isinstance(value, Tensor | bool | int | float | complex | str | None):
                     return f"keeps a {type(value).__name__} as {key!r} in its state, which cannot be cut into shards"
+        if elementwise:
+            continue
         try:
             rows, of_rows = m.view(2, -1), g.view(_STEPS, 2, -1)
             halves = [_stepped(optimizer, group, rows[i], of_rows[:, i])[0] for i in range(2)]
         except Exception:  # whatever it is that it does not like about a vector
-            return _WHOLE
+            return WHOLE
         if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
-            return _WHOLE
+            return WHOLE
     return None
 
 

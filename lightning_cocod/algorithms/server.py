@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cocod.algorithms.elementwise import refusal
+from lightning_cocod.algorithms.elementwise import WHOLE, refusal
 from lightning_cocod.algorithms.first_use import FirstUse
 from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.shard_state import Part, cut, gather
@@ -37,19 +37,19 @@ class Server(Outgoing):
         optimizer: element-wise.
         comm: sends.
         shared: parameters that other optimizers move too: their gradients are kept for those.
-        elementwise: whether the optimizer is known to be, so that it is not tried out.
+        elementwise: whether the optimizer is known to be, whatever trying it out says; None where nobody may say so.
 
     Raises:
         TypeError: an optimizer that needs whole tensors; parameters with gaps in their memory.
     """
 
     def __init__(
-        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool = False
+        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool | None = None
     ) -> None:
-        if not elementwise and (why_not := refusal(optimizer)) is not None:
+        if (why_not := refusal(optimizer, elementwise=elementwise is True)) is not None:
+            hint = ", or elementwise=True if it is one" if why_not == WHOLE and elementwise is False else ""
             raise TypeError(
-                f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW, or "
-                "elementwise=True if it is one"
+                f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW{hint}"
             )
         super().__init__(optimizer, comm, shared, bucket_bytes=BUCKET_BYTES)
         self.W = [torch.zeros_like(shard) for shard in self.G]

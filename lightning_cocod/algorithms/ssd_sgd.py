@@ -13,9 +13,11 @@ from lightning_cocod.algorithms.background_server import BackgroundServer, Clipp
 from lightning_cocod.algorithms.local_update import GLU, LocalUpdate, Scales, as_local_update
 from lightning_cocod.algorithms.options import choice
 from lightning_cocod.algorithms.outgoing import Outgoing
+from lightning_cocod.algorithms.repair import restore
 from lightning_cocod.algorithms.ssgd import SSGD
 from lightning_cocod.algorithms.when import Rounds, When, as_when
 from lightning_cocod.comm.ledger import Reading
+from lightning_cocod.comm.norms import finite
 
 T = TypeVar("T")
 
@@ -37,9 +39,9 @@ class SSDSGD(SSGD):
 
     The user's optimizer steps in the communication thread, on this worker's shard, with the rates that its groups had when
     the step was told; clipping is done to the mean gradient as under DDP, and to the worker's own before its local update.
-    A parameter without a gradient counts as one with a gradient of zero; one that is frozen rests. With
-    ``on_nonfinite="skip"`` what a worker pushed is known to be not finite in the next step, which then is one of S-SGD for
-    all: x_i ← W is what repairs that worker. Memory beyond the parameters, gradients and
+    A parameter without a gradient counts as one with a gradient of zero; one that is frozen, and has none, rests. With
+    ``on_nonfinite="skip"`` a worker whose gradient is not finite is left out of the mean, and counts it as zero itself.
+    Memory beyond the parameters, gradients and
     optimizer, whose state is N times smaller: the gradients that are pushed, P, the base of an earlier step, and shards.
 
     Follows the abstract and the authors' code; the local updates are in ``local_update``. One worker trains plainly.
@@ -128,11 +130,17 @@ class SSDSGD(SSGD):
             if server.push is None:
                 self._begin(server)
             server.complete(free=False)
-            left_out, server.left_out = server.left_out, ()
-            self.repair_buffers(left_out)
-            server.heals, server.clipping = bool(left_out), Clipping()
+            self._repair(server)
+            server.clipping = Clipping()
+
+    def _repair(self, server: BackgroundServer) -> None:
+        left_out, server.left_out = server.left_out, ()
+        self.repair_buffers(left_out)
 
     def _renew(self) -> None:
+        for server in self._of(None):
+            server.acknowledged()
+            self._repair(server)
         self._read_server()
         super()._renew()
 
@@ -158,7 +166,7 @@ class SSDSGD(SSGD):
 
     def _advance(self, server: BackgroundServer) -> None:
         server.serve(self.subject("server's step"))
-        if self.when.synchronous(self.t) or server.heals:
+        if self.when.synchronous(self.t):
             server.pull_now(self.subject("parameters"))
             self.local_update.begin(server.x)
         else:
@@ -176,7 +184,8 @@ class SSDSGD(SSGD):
     def _update_locally(self, server: BackgroundServer) -> None:
         """x ← LocalUpdate(b, g)."""
         server.arrived()
-        numbers = {p: number for number, p in enumerate(server.x)}
+        numbers, resting = {p: number for number, p in enumerate(server.x)}, server.resting()
+        counts = not self.skip_nonfinite or finite([p.grad for p in server.x if p.grad is not None])
         factor, s = (self.comm.world_size, 1 / self.comm.world_size) if self.scaling == "paper" else (1, 1.0)
         k = server.k if server.pulled else self.rounds.length or 1  # a round may begin with this step, of another length
         for group in server.optimizer.param_groups:
@@ -185,10 +194,12 @@ class SSDSGD(SSGD):
                 if p not in numbers:
                     continue
                 b = server.P[numbers[p]] if server.pulled else p.detach()
-                if not p.requires_grad:
+                if numbers[p] in resting:
                     p.detach().copy_(b)
+                    self.local_update.begin([p])
                     continue
-                g = torch.zeros_like(p) if p.grad is None else p.grad.neg_() if group.get("maximize") else p.grad
+                g = torch.zeros_like(p) if p.grad is None or not counts else p.grad
+                g = g.neg_() if group.get("maximize") else g
                 self.local_update.step(p, b, g, scales, pulled=server.pulled)
         server.pulled = False
 
@@ -200,7 +211,15 @@ class SSDSGD(SSGD):
             server.pull(self.subject("model", counted=False)).wait(counted=False)
 
     def _pending_correction(self) -> Callable[[], None] | None:
-        return None if super()._pending_correction() is None else self._read_server
+        return None if super()._pending_correction() is None else self._become_served
+
+    def _become_served(self) -> None:
+        """x ← W, and buffers of a worker whose last forward was not sound are those of one whose was."""
+        for server in self._of(None):
+            server.acknowledged()
+            if server.left_out:
+                restore(list(self.model.buffers()), self.comm, server.left_out, self.subject("repair", counted=False))
+        self._read_server()
 
     def state_dict(self) -> dict[str, Any]:
         """Adds this worker's shard of W, what has been pulled and is not used yet, and the local update's memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
 from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.far_apart import FarApart
-from lightning_cocod.strategies.leaving import Launcher, LeaveFirst, refuse_success, shorten, show
+from lightning_cocod.strategies.leaving import IN_ORDER, Launcher, LeaveFirst, conceal_ends, refuse_success, shorten, show
 from lightning_cocod.strategies.own_state import OwnState
 from lightning_cocod.strategies.proportional import EQUAL, PROPORTIONAL, WHOLE_SET, Proportional, is_mean
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
@@ -376,9 +377,9 @@ class AlgorithmStrategy(DDPStrategy):
         if self.world_size > 1 or isinstance(exception, SIGTERMException):
             refuse_success(exception)
         shorten(exception)
-        if isinstance(self._launcher, _SubprocessScriptLauncher) and not isinstance(exception, KeyboardInterrupt):
-            self._launcher.procs.clear()  # its observer kills this process when a child ends with another code than 0
         agreed = isinstance(exception, SIGTERMException) and self._quiet is not None
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            conceal_ends(self._launcher.procs, math.inf if agreed else IN_ORDER)
         if not agreed and self._communicator is not None and self.world_size > 1:
             cause = self._communicator.loss_behind(exception) or exception
             show(exception, cause, self.global_rank)

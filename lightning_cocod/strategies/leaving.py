@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
 import sys
+import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from lightning_cocod.strategies.base import AlgorithmStrategy
 
 _log = logging.getLogger(__name__)
+IN_ORDER = 120.0
+"""Seconds in which a rank that has failed leaves by itself."""
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
 
 
@@ -45,6 +49,28 @@ def show(error: BaseException, cause: BaseException, rank: int) -> None:
         _log.error("[rank %d] %s", rank, cause)
     if isinstance(error, Exception) and not isinstance(error, CommunicationError):
         _log.error("[rank %d] %s", rank, "".join(traceback.format_exception(error)))
+
+
+def conceal_ends(children: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Lightning's observer looks at them every 5 s, and kills this process where one has ended with another code than 0. One
+    that leaves in order, with a checkpoint to write perhaps, has some time for that.
+    """
+    until = time.monotonic() + seconds
+    children[:] = [cast("subprocess.Popen[bytes]", _Concealed(child, until)) for child in children]
+
+
+class _Concealed:
+    """A child that seems to live until then."""
+
+    def __init__(self, child: subprocess.Popen[bytes], until: float) -> None:
+        self._child, self._until = child, until
+
+    @property
+    def returncode(self) -> int | None:
+        return None if time.monotonic() < self._until else self._child.returncode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._child, name)
 
 
 class LeaveFirst(Callback):
