@@ -308,7 +308,8 @@ def test_a_run_measures_and_keeps_the_row_of_what_crashes(tmp_path, monkeypatch,
     assert all(row.fraction > 0 for row in measured)
     assert made["none"].fraction == 1.0
     parameters = 528_906 * 4 / 1e6
-    assert made["cocod"].sent_mb > 0.8 * parameters / 4  # the window has no sharp edges; others may use this loopback
+    # Two rounds begin in the window, and no more than one of them ends beyond it; others may use this loopback.
+    assert made["cocod"].sent_mb > 0.45 * parameters / 4
     assert made["ddp"].sent_mb > parameters
     assert made["cocod"].limit < 1
     assert made["cocod"].exposed_ms is not None
