@@ -63,8 +63,8 @@ class Algorithm:
         when: the lengths of rounds.
         weights: of the workers in every mean, in the order of ranks, for example their batch sizes; equal by default.
         on_nonfinite: what to do about a rank whose message holds NaN or infinity. "raise": NonFiniteMessage on all ranks.
-            "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset;
-            NonFiniteMessage only if no rank is finite.
+            "skip": the mean is that of the others, it becomes that rank's replica too, and its optimizer's state is reset,
+            or where that is the server's its gradient counts as none; NonFiniteMessage only if no rank is finite.
         compression: codec of the rounds' messages, ``PowerSGD``, or the name of either (docs/compression.md).
         intra_node: h, if the workers of a machine are to average every h steps among themselves (see ``NodeAverage``). The
             rounds are then those between the machines.

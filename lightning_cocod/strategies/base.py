@@ -69,7 +69,7 @@ class AlgorithmStrategy(DDPStrategy):
         batch_sizes: "equal", or "proportional" to the ranks' speeds, which are measured as training goes on: the samples
             of all ranks' batches together stay the same, and each batch's weight in every mean is its size.
         on_nonfinite: "raise" ends the run where a rank's message holds NaN or infinity. "skip" goes on with the mean of the
-            others, which that rank gets as well, and resets its optimizer's state.
+            others, which that rank gets as well, and resets its optimizer's state if that is not a server's.
         timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
             this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
         process_group_timeout: seconds after which any collective fails although all peers live.
