@@ -161,11 +161,15 @@ def run(job, channel):
 
 
 def pristine():
-    """Whether torch numbers its groups from zero again. It does not after a failed start of the world group, and the
-    next one would then wait for its peers under a name that they do not use."""
+    """Whether torch numbers its groups from zero again, and no group lives on in its threads.
+
+    Torch does not after a failed start of the world group, and the next one would then wait for its peers under a name
+    that they do not use. Of a group that lost a peer in mid-message a thread may be left that never sleeps again: what came
+    too late lies in a socket, and nobody wants it.
+    """
     import torch.distributed as dist
 
-    return not dist.is_initialized() and dist.distributed_c10d._world.group_count == 0
+    return not dist.is_initialized() and dist.distributed_c10d._world.group_count == 0 and not left_loops()
 
 
 def fresh_state(rank):
@@ -195,6 +199,15 @@ def left_threads(before):
     # A dummy thread was not started by Python: it belongs to torch, whose C++ threads once ran a Python callback.
     new = (t for t in threading.enumerate() if t not in before and not isinstance(t, threading._DummyThread))
     return [f"thread {t.name!r}" for t in new]
+
+
+def left_loops():
+    """Threads of Gloo's, which Python does not know of."""
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:  # it may have ended
+            found += [thread] * (name.read().strip() == "gloo_tcp_loop")
+    return found
 
 
 def left_children():
