@@ -87,6 +87,7 @@ def launch(tmp_path):
 
 def end(process):
     ((output, code),) = finish(process)
+    print(output)  # should it end before it trains
     return output, code
 
 

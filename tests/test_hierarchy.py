@@ -461,9 +461,9 @@ def poisoned(rank, n, how, h, where):
 def test_nan_of_a_rank_ends_the_run_and_is_named(h):
     ends = run_ranks(poisoned, 4, "raise", h, [3], timeout=LIMIT)
     what, step = ("gradients in the node", 4) if h == 1 else ("node", 6)
+    assert "NonFiniteMessage" in {ends[rank][0] for rank in (2, 3)}  # the first to see it may end the other one
     for rank in (2, 3):
-        assert ends[rank][0] == "NonFiniteMessage"
-        assert ends[rank][1].startswith(f"cocod/{what} at step {step}: NaN or infinity in the message of rank 3; nobody")
+        assert f"cocod/{what} at step {step}: NaN or infinity in the message of rank 3; nobody" in ends[rank][1]
     for rank in (0, 1):
         assert ends[rank][0] == "PeerLost"
         assert "failed: NonFiniteMessage: cocod/" in ends[rank][1]

@@ -1,7 +1,6 @@
 """Every way to start ranks, and the ways in which starting fails, as a user's script meets them."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -11,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from support.ranks import run_ranks, run_ranks_raw
+from support.ranks import free_port, run_ranks, run_ranks_raw
 from support.toys import STRATEGIES, Toy, flat, has, loader, trainer
 from support.warm import Warm
 
@@ -57,6 +56,7 @@ def start(command, folder, spares=None, **variables):
     """In a new interpreter or, with a number of `spares`, in a warm one."""
     popen = subprocess.Popen if spares is None else partial(Warm, spares=spares)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    variables = {"MASTER_PORT": free_port(), **variables}  # Lightning's choice may be somebody else's by the time it listens
     return popen(command, cwd=folder, env=environment(**variables), **pipes)
 
 
@@ -70,12 +70,6 @@ def finish(*processes, limit=240):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def assert_trained(results, folder, ranks=(0, 1)):
