@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_cocod.algorithms.gradients import average_gradients
+from lightning_cocod.algorithms.heap import keep_freed_memory
 from lightning_cocod.algorithms.loop import StepHooks
 from lightning_cocod.algorithms.naming import with_inter_node
 from lightning_cocod.algorithms.node import Sizes, node_average
@@ -168,6 +169,8 @@ class Algorithm:
         Args:
             broadcast: False where the loop has already seen to it that all workers have the weights they should have.
         """
+        if self.comm.device.type == "cpu":
+            keep_freed_memory()
         self.comm.start()
         if self.node is not None:
             self.node.start()

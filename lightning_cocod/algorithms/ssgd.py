@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.first_use import FirstUse, is_compiled
-from lightning_cocod.algorithms.heap import keep_freed_memory
 from lightning_cocod.algorithms.options import flag
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.algorithms.server import Server
@@ -101,8 +100,6 @@ class SSGD(Pushing):
         """
         if self.overlap_pull and is_compiled(self.model):
             raise ValueError("overlap_pull waits in functions of torch that compiled models do without: leave it out")
-        if self.comm.device.type == "cpu":
-            keep_freed_memory()
         super().start(broadcast=broadcast)
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> Server:

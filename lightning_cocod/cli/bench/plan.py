@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-CEILING = "none"
+CEILING, PLAIN = "none", "plain"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_cocod import strategies
 from lightning_cocod.cli.bench.contenders import hivemind, local, ours, torch_ddp, torchft, transport
+from lightning_cocod.cli.bench.plan import CEILING, PLAIN
 
 if TYPE_CHECKING:
     from lightning_cocod.cli.bench.job import Job
@@ -20,7 +21,8 @@ Contender = Callable[["Job"], None]
 def contenders() -> dict[str, Contender]:
     """All of them by name; every strategy of the package is one."""
     return {
-        "none": local.alone,
+        CEILING: local.alone,
+        PLAIN: local.plain,
         "transport": transport.transport,
         "bare": transport.bare,
         **own(),

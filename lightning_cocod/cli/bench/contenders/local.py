@@ -18,6 +18,11 @@ def alone(job: Job) -> None:
     job.fit(by_itself())
 
 
+def plain(job: Job) -> None:
+    """The same, but that memory which has been freed goes back to the system, as without this package (see ``process``)."""
+    job.fit(by_itself())
+
+
 def by_itself() -> SingleDeviceStrategy:
     """Lightning's strategy without communication."""
     return SingleDeviceStrategy(torch.device("cpu"), accelerator=None)
