@@ -202,7 +202,7 @@ def step_of(rank, model, ssgd, optimizer):
 def layer_by_layer(rank, n):
     expected = Layers()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    with SSGD(expected, optimizer) as ssgd:
+    with small_buckets(), SSGD(expected, optimizer) as ssgd:
         step_of(rank, expected, ssgd, optimizer)
     model = Layers()
     begun = copy.deepcopy(model.state_dict())
@@ -263,12 +263,12 @@ def dies(rank, n):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with small_buckets(), SSGD(model, optimizer, overlap_pull=True, timeout=20.0) as ssgd:
         if rank == 1:
-            set_out = Pull.set_out
+            fill = Pull.fill
 
-            def some_set_out(pull, bucket, *rest):
-                return set_out(pull, bucket, *rest) if bucket >= len(pull.layout) - 2 else os._exit(3)
+            def some_fill(pull, bucket, *rest):
+                return fill(pull, bucket, *rest) if bucket >= len(pull.layout) - 2 else os._exit(3)
 
-            Pull.set_out = some_set_out
+            Pull.fill = some_fill
         step_of(rank, model, ssgd, optimizer)
         model(torch.ones(1, 16))
 

@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from lightning_cocod.algorithms import (
     FlexCompressSGD,
     Randomly,
     WhileSmall,
+    server,
     two_way,
 )
 from lightning_cocod.algorithms.skipping import Never, as_skip
@@ -108,9 +110,9 @@ def train(
             seen["g"].append(flat([a + b for a, b in zip(gradients, before, strict=True)]))
             loss.backward()
             algo.step()
-            for server in algo.servers.values():
-                if isinstance(server, two_way.TwoWay):
-                    residuals = server.residuals(algo.subject("residuals"))
+            for one in algo.servers.values():
+                if isinstance(one, two_way.TwoWay):
+                    residuals = one.residuals(algo.subject("residuals"))
                     for name, which in (("e", 0), ("ẽ", 1)):
                         seen[name].append(flat([residuals[p][which] for p in model.parameters()]))
 
@@ -326,11 +328,14 @@ def test_dividing_by_the_number_of_senders_would_lose_something(n):
 def as_ssgd(rank, n, dtype, sgd, twice):
     identity = {"compression": Identity(), "server_compression": Identity()}
     options = {"dtype": dtype, "sgd": sgd, "twice": twice, "rates": [r or 0.1 for r in RATES]}
-    return [train(rank, n, **options, **identity)[0]["x"], train(rank, n, SSGD, **options)[0]["x"]]
+    compressed = train(rank, n, **options, **identity)[0]["x"]
+    # In which order a ring adds up depends on the buckets.
+    with mock.patch.object(server, "BUCKET_BYTES", two_way.BUCKET_BYTES):
+        return [compressed, train(rank, n, SSGD, **options)[0]["x"]]
 
 
 @pytest.mark.parametrize(("sgd", "twice"), [({}, 1), ({}, 2)])
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_identity_codecs_are_s_sgd_exactly(n, sgd, twice):
     for compressed, plain in run_ranks(as_ssgd, n, torch.float32, sgd, twice, timeout=LIMIT):
         assert np.array_equal(compressed, plain)

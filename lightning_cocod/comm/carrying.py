@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ def run(
     """
     idle = 0.0
     for stage in operation.stages(tracer):
-        if ring is not None and stage.leg is not None and ring.takes(stage.leg):
+        if ring is not None and stage.leg is not None:
             idle += _go_round(stage, stage.leg, ring, scratch, over, tracer)
         else:
             idle += _carry_out(stage, group, scratch, over, tracer)
@@ -64,7 +64,7 @@ def _go_round(
             if gate is not None:
                 idle += _pass(gate, bucket, over, tracer)
             memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-            _fill(collective.set_out, collective, bucket, memory, tracer)
+            _fill(collective, bucket, memory, tracer)
             yield memory
 
     is_there = None if gate is None else lambda place: gate.is_open(order[place])
@@ -85,10 +85,10 @@ def _pass(gate: Gate, bucket: int, over: threading.Event, tracer: Tracer) -> flo
     return time.perf_counter() - begun
 
 
-def _fill(fill: Callable[[int, Tensor], None], collective: Collective, bucket: int, memory: Tensor, tracer: Tracer) -> None:
+def _fill(collective: Collective, bucket: int, memory: Tensor, tracer: Tracer) -> None:
     with tracer.span("encode"):
         if collective.weight:
-            fill(bucket, memory)
+            collective.fill(bucket, memory)
         else:
             memory.zero_()  # not 0·x: that is NaN where x is
 
@@ -123,7 +123,7 @@ def _carry_out(
                 finish(work, group, over)
             idle += _pass(gate, bucket, over, tracer)
         memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-        _fill(collective.fill, collective, bucket, memory, tracer)
+        _fill(collective, bucket, memory, tracer)
         if (launched := collective.launch(bucket, memory, group)) is None:
             collective.drain(bucket, memory)
         else:

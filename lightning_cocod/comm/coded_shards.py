@@ -23,7 +23,7 @@ from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import norms
 from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.ring import IN_FLIGHT, Leg
-from lightning_cocod.comm.shards import Push, Rows
+from lightning_cocod.comm.shards import Push, Rows, order_of_sum
 
 
 class Senders(Protocol):
@@ -127,10 +127,10 @@ class Coded:
 
 
 class CodedPush(Push):
-    """c_i = C(p_i) ; s ← Σ_i w_i c_i, added up by the owner of a shard in the order of ranks ; p_i ← p_i − c_i.
+    """c_i = C(p_i) ; s ← Σ_i w_i c_i, added up by the owner of a shard ; p_i ← p_i − c_i.
 
-    Where a worker does not send a bucket, c_i = 0. As in a ``Push`` it is told at the end whether all was finite, with
-    which p is lost: nobody can be left out.
+    In the order of a ``Push``. Where a worker does not send a bucket, c_i = 0. As in a ``Push`` it is told at the end
+    whether all was finite, with which p is lost: nobody can be left out.
 
     Args:
         p: this worker's part, in float32 at least; what it drops.
@@ -144,7 +144,7 @@ class CodedPush(Push):
 
     def __init__(self, p: Buffer, s: Sequence[Tensor], weights: Sequence[float], coded: Coded, gate: Gate) -> None:
         super().__init__(p, s, weights, coded.rank, Rows(), gate)
-        self._coded, self._n = coded, coded.n
+        self._coded, self._weights = coded, list(weights)
         self.repeats = coded.repeats
 
     @property
@@ -182,8 +182,10 @@ class CodedPush(Push):
         """Decode and add up."""
         s, coded = _real(self._s[bucket]).zero_(), self._coded
         c = _real(scratch)[: s.numel()]
-        for rank, code in zip(coded.of[bucket], coded.arrived(bucket, s.device), strict=True):
-            s.add_(coded.how.decode(code, c), alpha=self._weights[rank])
+        codes = dict(zip(coded.of[bucket], coded.arrived(bucket, s.device), strict=True))
+        for rank in order_of_sum(coded.rank, self._n):
+            if rank in codes:
+                s.add_(coded.how.decode(codes[rank], c).mul_(self._weights[rank]))
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """What has been handed over."""

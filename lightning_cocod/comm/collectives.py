@@ -125,10 +125,6 @@ class Collective(Operation):
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
 
-    def set_out(self, bucket: int, scratch: Tensor) -> None:
-        """What is to ``fill`` a bucket that goes round a ring."""
-        self.fill(bucket, scratch)
-
     def come_home(self, bucket: int, scratch: Tensor) -> None:
         """How to ``drain`` one that has gone round a ring."""
         self.drain(bucket, scratch)

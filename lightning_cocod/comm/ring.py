@@ -76,12 +76,6 @@ class Ring:
         self._landing: dict[torch.dtype, Tensor] = {}
         self._cuts: dict[torch.dtype, dict[int, dict[int, list[_Part]]]] = {}
 
-    def takes(self, leg: Leg) -> bool:
-        """Whether that is to go round it. Halves of an all-reduce only between two: among more, an all-to-all takes one trip
-        where a ring takes n - 1, and its sums are in the order of ranks.
-        """
-        return leg is Leg.ALL_REDUCE or self.n == 2
-
     def travel(
         self,
         leg: Leg,

@@ -49,13 +49,17 @@ def for_others(flat: Tensor, rank: int, world_size: int) -> tuple[Tensor, list[i
     return (flat[shard:] if rank == 0 else flat[:-shard]), nbytes
 
 
+def order_of_sum(rank: int, n: int) -> list[int]:
+    """Whose parts of a worker's shard come first in a sum that goes round a ring: from the worker after it on."""
+    return [(rank + step) % n for step in range(1, n + 1)]
+
+
 class Push(Collective):
     """s ← Σ_i w_i g_i, added up in the dtype of sums; s has the dtype of g.
 
-    Between two it goes round their ring. Otherwise values travel as they are, and the owner of a shard weighs them and adds
-    them up in the order of ranks. Buckets set out as their gate opens, while others are still being computed. So whether g
-    is finite is known only in the end, and told in a second header. Where workers that are not are to be left out, all is
-    sent once more; they send zeros then.
+    They are added up on their way round a ring or, where there is none, by the owner of a shard, in the same order. Buckets
+    set out as their gate opens, while others are still being computed. So whether g is finite is known only in the end, and
+    told in a second header. Where workers that are not are to be left out, all is sent once more; they send zeros then.
 
     Args:
         g: this worker's part.
@@ -77,7 +81,7 @@ class Push(Collective):
 
     def weigh(self, rank: int, weights: Sequence[float]) -> None:
         """One that is left out has weight 0."""
-        self._weights, self.weight = list(weights), weights[rank]
+        self._n, self.weight = len(weights), weights[rank]
 
     def contents(self, bucket: int) -> list[Tensor]:
         """g."""
@@ -89,46 +93,32 @@ class Push(Collective):
         return (0 if finite(self._g, total(sizes)) else NONFINITE) | (LACKING if self.gate.lacking else 0)
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
-        """g, in the dtype of the sum; where that is its own it is sent from where it is."""
-        if scratch.dtype != self._g[bucket].dtype:
-            scratch.copy_(self._g[bucket])
+        """w_i g_i."""
+        weigh(self._g[bucket], self.weight, scratch)
         self._sizes += norms([self._g[bucket]])
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard to its owner."""
-        leaving, nbytes = for_others(self._sent(bucket, scratch), self._rank, len(self._weights))
+        leaving, nbytes = for_others(scratch, self._rank, self._n)
         arriving = self._rows.beside(bucket, leaving)
         with transport:  # which does not know every dtype
             return group.alltoall_base(arriving.view(torch.uint8), leaving.view(torch.uint8), nbytes, nbytes)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
-        """Weigh and add up."""
-        s, n = self._s[bucket], len(self._weights)
-        sent = self._sent(bucket, scratch)
-        arrived, _ = for_others(sent, self._rank, n)
-        rows = list(self._rows.beside(bucket, arrived).view(-1, s.numel()))
-        if len(rows) < n:
-            rows.insert(self._rank, sent.view(n, -1)[self._rank])
-        (w, row), *others = [(w, row) for w, row in zip(self._weights, rows, strict=True) if w]
-        total = s if s.dtype == row.dtype else row  # then nobody's but the transport's
-        torch.mul(row, w, out=total)
-        for w, row in others:
-            total.add_(row, alpha=w)
-        if total is not s:
-            s.copy_(total)
-
-    def set_out(self, bucket: int, scratch: Tensor) -> None:
-        """w_i g_i."""
-        weigh(self._g[bucket], self.weight, scratch)
-        self._sizes += norms([self._g[bucket]])
+        """Add up."""
+        own = scratch.view(self._n, -1)[self._rank]
+        arrived, _ = for_others(scratch, self._rank, self._n)
+        rows = list(self._rows.beside(bucket, arrived).view(-1, own.numel()))
+        if len(rows) < self._n:
+            rows.insert(self._rank, own)
+        first, *others = (rows[rank] for rank in order_of_sum(self._rank, self._n))
+        for row in others:
+            first.add_(row)
+        self._s[bucket].copy_(first)
 
     def come_home(self, bucket: int, scratch: Tensor) -> None:
         """The sum of what is this worker's."""
-        self._s[bucket].copy_(scratch.view(len(self._weights), -1)[self._rank])
-
-    def _sent(self, bucket: int, scratch: Tensor) -> Tensor:
-        """What travels: g where it lies, if that is in the dtype of the sum."""
-        return self._g[bucket] if self.weight and scratch.dtype == self._g[bucket].dtype else scratch
+        self._s[bucket].copy_(scratch.view(self._n, -1)[self._rank])
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """All but the own shard; as much comes in."""
@@ -169,9 +159,6 @@ class Pull(Collective):
         return [self._s[bucket]]
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
-        """Nothing: s is where it is."""
-
-    def set_out(self, bucket: int, scratch: Tensor) -> None:
         """s, where it lies in the bucket."""
         scratch.view(-1, self._s[bucket].numel())[self._rank].copy_(self._s[bucket])
 
@@ -182,7 +169,6 @@ class Pull(Collective):
             with transport:  # which does not know every dtype
                 return group._allgather_base(scratch.view(torch.uint8), s.view(torch.uint8))
         arriving, nbytes = for_others(scratch, self._rank, scratch.numel() // s.numel())
-        scratch.view(-1, s.numel())[self._rank].copy_(s)
         leaving, times = s, arriving.numel() // s.numel()
         if times > 1:
             leaving = self._rows.beside(bucket, s, times)
