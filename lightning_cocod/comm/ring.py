@@ -92,7 +92,8 @@ class Ring:
                 at most before the first is taken.
             count: of them, the same on all workers, as are their sizes.
             over: communication is.
-            is_there: whether asking for that bucket would not wait. If given, they do not take turns.
+            is_there: whether asking for that bucket would not wait. If given, one is asked for that would where nothing else
+                can be done.
 
         Raises:
             TransportError: a connection has broken, nothing has moved for long, or communication is over.
@@ -139,12 +140,11 @@ class _Journey:
     ) -> None:
         self._ring, self._buckets, self._count, self._is_there = ring, buckets, count, is_there
         self._steps = leg.steps(ring.n)
-        in_turn = IN_FLIGHT if is_there is None else 1
         turns = [
             (bucket, step)
-            for first in range(0, count, in_turn)
+            for first in range(0, count, IN_FLIGHT)
             for step in self._steps
-            for bucket in range(first, min(first + in_turn, count))
+            for bucket in range(first, min(first + IN_FLIGHT, count))
         ]
         self._sends, self._receipts = deque(turns), deque(turns)
         self._begun = 0
@@ -161,16 +161,18 @@ class _Journey:
             self._begin(number)
             bucket = self._at_work[number]
             while bucket.sent < len(self._steps) or bucket.received < len(self._steps):
+                its_turn = self._outgoing() is None and self._incoming() is None  # that of the one which is not there yet
+                self._begin(number, wait=its_turn)
                 self._move(over)
-                self._begin(number)
             del self._at_work[number]
             yield bucket.memory
 
-    def _begin(self, number: int) -> None:
-        """Let those set out that may beside this one, and this one."""
+    def _begin(self, number: int, *, wait: bool = False) -> None:
+        """Let those set out that may beside this one, and this one. ``wait`` for one that is not there."""
         while (following := self._begun) < min(number + IN_FLIGHT, self._count):
-            if following > number and self._is_there is not None and not self._is_there(following):
+            if following > number and not wait and self._is_there is not None and not self._is_there(following):
                 break
+            wait = False
             memory = next(self._buckets)
             self._at_work[following] = _Bucket(memory, self._ring.cut(memory))
             self._begun += 1
