@@ -53,6 +53,9 @@ def run(**given):
     return {**vars(replace(PLAN, **given)), **facts}
 
 
+WITH_PLAIN = run(contenders=("plain", *PLAN.contenders))
+
+
 def trials(**contenders):
     """One trial for each contender and repeat; seconds of a round, or results of both ranks."""
     return [
@@ -156,8 +159,16 @@ def test_what_crashes_keeps_its_row():
 
 
 def test_who_has_sent_nothing_is_told():
-    made = by_name(rows(run(), trials(none=[result(1.0, sent=0.0)], ddp=[result(1.0, sent=1e4)], cocod=[result(1.0)])))
-    assert [bool(made[name].note) for name in ("none", "ddp", "cocod")] == [False, True, False]
+    silent = {name: [result(1.0, sent=0.0)] for name in ("none", "plain")}
+    made = by_name(rows(WITH_PLAIN, trials(**silent, ddp=[result(1.0, sent=1e4)], cocod=[result(1.0)])))
+    assert [bool(made[name].note) for name in ("none", "plain", "ddp", "cocod")] == [False, False, True, False]
+
+
+def test_who_trains_alone_has_no_limit_of_a_link():
+    given = trials(none=[1.9], plain=[2.0], cocod=[2.0], transport=[result(1.0, cpu=(0.0, 0.0, 0.1))])
+    made = by_name(rows(WITH_PLAIN, given))
+    assert [made[name].limit is None for name in ("none", "plain", "cocod")] == [True, True, False]
+    assert made["plain"].fraction == pytest.approx(0.95)
 
 
 def test_without_the_ceiling_there_is_no_fraction():

@@ -87,6 +87,48 @@ def test_all_get_the_weighted_sum_to_the_bit_rounded_once(n, dtype):
         assert 3 * carried <= totals.sent <= 3 * (carried * 1.01 + buckets * n * 16 + 3 * 112 * n)
 
 
+def over_gloo_and_round_the_ring(rank, n, dtype):
+    """Sums that are not exact, in both ways; and what is pushed, before and after."""
+    own = [torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for size in (900, 5, 64)]
+    own = [t.to(dtype) if not dtype.is_complex else torch.complex(t, -2 * t).to(dtype) for t in own]
+    broken = [torch.full_like(t, float("nan")) if rank == n - 1 else t for t in own]
+    weights, results = tuple(1 / 3 * w for w in W[n]), []
+    for ring in (True, False):
+        comm = Communicator()
+        comm.start()
+        if not ring:
+            comm._ring.close()
+            comm._ring = None
+        layout, g, s = server(comm, own)
+        x = [torch.zeros_like(t) for t in own]
+        for parts in (own, broken):
+            g.copy_(parts)
+            subject = about("gradients", weights=weights, skip=True)
+            message = comm.push_(g, s, Rows(), opened(comm, layout), subject)
+            message.wait()
+            comm.pull_(s, x, layout, Rows(), about("parameters")).wait()
+            kept = layout.buffer()
+            kept.copy_(parts)
+            unchanged = all(
+                torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(g.buckets, kept.buckets, strict=True)
+            )
+            results.append(([t.clone() for t in x], message.left_out, unchanged, comm.ledger.totals().sent))
+        comm.close()
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_where_there_is_no_ring_it_is_the_same_to_the_bit(n, dtype):
+    for ring, ring_without_one, gloo, gloo_without_one in run_ranks(over_gloo_and_round_the_ring, n, dtype):
+        for here, there in ((ring, gloo), (ring_without_one, gloo_without_one)):
+            assert all(torch.equal(a, b) for a, b in zip(here[0], there[0], strict=True))
+            assert here[1:] == there[1:]
+            assert here[2]
+        assert (ring[1], ring_without_one[1]) == ((), (n - 1,))
+        assert not torch.equal(ring[0][0], ring_without_one[0][0])
+
+
 def test_one_dtype_less_would_not_do():
     """The negative control: bfloat16 added up in bfloat16 differs."""
     a, b = (gradients(rank, torch.bfloat16)[4] for rank in range(2))

@@ -267,6 +267,51 @@ def test_empty_parts_keep_nobody_waiting_where_buckets_come_one_by_one(n, sizes,
         ring.close()
 
 
+def test_a_bucket_that_is_complete_does_not_wait_for_the_next_one():
+    """Its parts that come last here are empty, so that it is complete when one looks for more of it."""
+    rings, tensors = ring_of(2), everybody(2, [0, 3], torch.float32)
+
+    def worker(r):
+        gate = threading.Event()
+
+        def parts():
+            yield tensors[r][0].clone()
+            assert gate.wait(LIMIT)
+            yield tensors[r][1].clone()
+
+        travelled = rings[r].travel(Leg.REDUCE_SCATTER, parts(), 2, threading.Event(), lambda _: gate.is_set())
+        first = next(travelled).clone()
+        gate.set()
+        return first, next(travelled).clone()
+
+    for r, sums in enumerate(at_once(lambda: worker(0), lambda: worker(1))):
+        assert equal(own_part(r, 2, list(sums)), own_part(r, 2, expected(tensors)))
+    for ring in rings:
+        ring.close()
+
+
+def test_two_buckets_that_are_there_are_at_work_although_buckets_come_one_by_one():
+    rings, tensors = ring_of(3), everybody(3, [9, 9], torch.float32)
+    asked = []
+
+    def parts():
+        for number in range(2):
+            asked.append(number)
+            yield tensors[0][number].clone()
+
+    def worker():
+        travelled = rings[0].travel(Leg.REDUCE_SCATTER, parts(), 2, threading.Event(), lambda _: True)
+        first = next(travelled).clone()
+        return list(asked), [first, next(travelled).clone()]
+
+    others = [lambda r=r: summed(rings[r], tensors[r], leg=Leg.REDUCE_SCATTER, is_there=lambda _: True) for r in (1, 2)]
+    (begun, sums), *_ = at_once(worker, *others)
+    assert begun == [0, 1]
+    assert equal(own_part(0, 3, sums), own_part(0, 3, expected(tensors)))
+    for ring in rings:
+        ring.close()
+
+
 def test_memory_that_has_been_replaced_is_not_kept():
     ring, other = ring_of(2)
     for size in (100, 200, 400, 800, 1600):

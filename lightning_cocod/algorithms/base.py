@@ -58,6 +58,8 @@ class Algorithm:
             with cocod.consensus():
                 evaluate(model)
 
+    On the CPU glibc is told, for the whole process, to keep memory that has been freed (``heap.py``).
+
     Args:
         model: its buffers are averaged with the parameters for evaluation.
         optimizer: one or several. The parameters that they move are those that are averaged.

@@ -16,8 +16,8 @@ def keep_freed_memory() -> None:
 
     glibc gives the end of its heap back to the system where more than a threshold is free there, 64 MiB at most. Activations
     that are freed one by one let the heap shrink and grow many times in one backward, and every page that comes anew costs a
-    fault: some 5 000 in a step of ResNet-18, and 18 000 where gradients are freed in between as well. Kept, they leave 4 %
-    and 7 % more time (docs/benchmarks.md).
+    fault: some 5 000 in a step of ResNet-18, and 18 000 where gradients are freed in between as well. What it costs to give
+    them back: the row `plain` of ``cocod-bench`` (docs/benchmarks.md).
 
     For the whole process, and for good. Blocks of more than 32 MiB come from the system as before. Where variables of the
     environment say how malloc behaves, and with other C libraries, nothing is done.

@@ -38,8 +38,7 @@ class SSGD(Pushing):
     which knows the others' parts; values can be clipped as ever. The parameters' own ``grad`` is None once it has been
     pushed, and the optimizer's ``state`` is empty: ``optimizer_state`` has it whole, ``finish`` puts it back. Memory beyond
     the parameters, gradients and optimizer: a copy of the gradients, which are freed as they are copied, a shard of them and
-    one of weights, and four buckets; the optimizer's state is N times smaller. On the CPU glibc is told to keep what has
-    been freed (``heap.py``).
+    one of weights, and up to four buckets; the optimizer's state is N times smaller.
 
     Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``. With
     ``overlap_pull`` the pull overlaps what follows the step: the first function of torch that is given a parameter waits

@@ -41,7 +41,7 @@ def run(
     """All stages, until communication is ``over``; sums round a ring if there is one.
 
     Returns:
-        Seconds in which nothing was under way, as the next bucket had not been computed.
+        Seconds in which the thread had nothing to do, as the next bucket had not been computed.
     """
     idle = 0.0
     for stage in operation.stages(tracer):

@@ -161,8 +161,10 @@ class _Journey:
             self._begin(number)
             bucket = self._at_work[number]
             while bucket.sent < len(self._steps) or bucket.received < len(self._steps):
-                its_turn = self._outgoing() is None and self._incoming() is None  # that of the one which is not there yet
-                self._begin(number, wait=its_turn)
+                nothing = self._outgoing() is None and self._incoming() is None  # is left of this one or can be done for it
+                if bucket.sent == bucket.received == len(self._steps):
+                    break
+                self._begin(number, wait=nothing)  # it is the turn of the one that is not there yet
                 self._move(over)
             del self._at_work[number]
             yield bucket.memory

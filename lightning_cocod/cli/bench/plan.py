@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-CEILING, PLAIN = "none", "plain"
+CEILING, PLAIN = ALONE = "none", "plain"
+"""Contenders that communicate with nobody."""
 
 
 @dataclass(frozen=True)

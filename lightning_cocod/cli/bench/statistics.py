@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lightning_cocod.cli.bench.counters import COMMUNICATION, HEARTBEAT, OTHERS, TRAINING
 from lightning_cocod.cli.bench.host import errors
 from lightning_cocod.cli.bench.meter import Result
-from lightning_cocod.cli.bench.plan import CEILING
+from lightning_cocod.cli.bench.plan import ALONE, CEILING
 
 TRANSPORT = "transport"
 QUIET = 0.02  # of the CPUs: what other processes may take before figures count as rough
@@ -119,14 +119,14 @@ def rows(run: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Ro
         row = Row(setting, name, repeats=len(of), note=notes[name])
         if of:
             row = _with_costs(row, of)
-            if name != CEILING and sends_nothing(row, of) and not row.note:
+            if name not in ALONE and sends_nothing(row, of) and not row.note:
                 row = row._replace(note="has sent nothing in the measured rounds: take more of them")
         if of and name == TRANSPORT:
             link = Transport.of(row, of, others, run)
         if of and name != TRANSPORT:
             row = row._replace(step_ms=1e3 * median(_step(results, period) for results in of.values()))
             row = _beside(row, of, ceiling)
-        if link is not None and row.fraction is not None and name != CEILING:
+        if link is not None and row.fraction is not None and name not in ALONE:
             row = link.judge(row, median(_step(results, period) for results in ceiling.values()), ours=name in run["own"])
         made.append(row)
     return sorted(made, key=lambda row: run["contenders"].index(row.contender))
