@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import run_ranks
+from support.ways import communicator
 
 from lightning_cocod.comm import CommunicationError, Communicator, NonFiniteMessage, Subject
 from lightning_cocod.comm.buckets import Layout
@@ -94,11 +95,7 @@ def over_gloo_and_round_the_ring(rank, n, dtype):
     broken = [torch.full_like(t, float("nan")) if rank == n - 1 else t for t in own]
     weights, results = tuple(1 / 3 * w for w in W[n]), []
     for ring in (True, False):
-        comm = Communicator()
-        comm.start()
-        if not ring:
-            comm._ring.close()
-            comm._ring = None
+        comm = communicator(ring=ring)
         layout, g, s = server(comm, own)
         x = [torch.zeros_like(t) for t in own]
         for parts in (own, broken):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from support.ways import communicator
 
 from lightning_cocod.comm import Communicator, Subject, buckets, ring_connections
 from lightning_cocod.comm.errors import PeerLost, TransportError
@@ -437,11 +438,7 @@ def over_gloo_and_round_the_ring(rank, n):
     torch.manual_seed(rank)
     results = []
     for ring in (True, False):
-        comm = Communicator()
-        comm.start()
-        if not ring:
-            comm._ring.close()
-            comm._ring = None
+        comm = communicator(ring=ring)
         torch.manual_seed(rank)
         x = [torch.randn(300, 7), torch.randn(50).bfloat16(), torch.randn(9, dtype=torch.complex64), torch.randn(())]
         with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1024):
