@@ -594,7 +594,7 @@ def test_weights_that_are_changed_on_resuming_follow_those_in_flight_and_others_
 
 @contextmanager
 def buckets_of(nbytes):
-    with mock.patch.object(buckets, "MAX_BUCKET_BYTES", nbytes):
+    with mock.patch.object(buckets, "BUCKET_BYTES", nbytes):
         yield
 
 

@@ -55,7 +55,7 @@ def communicating(**options):
     communicator = Communicator(**options)
     communicator.start()
     try:
-        with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 64 << 10):
+        with mock.patch.object(buckets, "BUCKET_BYTES", 64 << 10):
             yield communicator
     except BaseException as error:
         communicator.abort(error)
@@ -97,7 +97,7 @@ def results(rank, n, weights):
         snapshot = c.layout(mine).buffer()
         assert len(c.layout(mine)) > 6
         snapshot.copy_(mine)
-        correction = c.correction_(snapshot, weights[rank], about())
+        correction = c.correction_(snapshot, about(weights=weights))
         averaged = [t.clone() for t in mine]
         averaging = c.mean_(averaged, weights[rank], about(step=1), measured=True)
         first = [t.clone() for t in mine]

@@ -37,7 +37,7 @@ def half_results(rank, n, weights):
             mine = values(rank, dtype)
             snapshot = c.layout([mine]).buffer()
             snapshot.copy_([mine])
-            c.correction_(snapshot, weights[rank], about("correction", step)).wait()
+            c.correction_(snapshot, about("correction", step=step, weights=weights)).wait()
             correction = torch.empty_like(mine)
             snapshot.copy_to([correction])
             found[str(dtype)] = {"mean": mean, "correction": correction, "sent": sent}

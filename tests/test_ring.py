@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from support.rings import LIMIT, SILENCE, at_once, ring_of
 from support.ways import communicator
 
 from lightning_cocod.comm import Communicator, Subject, buckets, ring_connections
@@ -21,45 +22,17 @@ from lightning_cocod.comm.ring import IN_FLIGHT, Leg, Ring
 from lightning_cocod.comm.ring_connections import close_ring
 from lightning_cocod.comm.sockets import Connections, _sockets
 
-LIMIT = 30.0
-SILENCE = 20.0  # longer than any test waits
 BIG = 3_000_000  # float64 values: more than sockets buffer
-
-
-def ring_of(n, timeout=SILENCE):
-    """The places of n workers, who are threads here."""
-    edges = [socket.socketpair() for _ in range(n)]  # from worker r to worker r + 1
-    for end in (end for edge in edges for end in edge):
-        end.setblocking(False)
-    return [Ring(edges[r][0], edges[r - 1][1], r, n, timeout) for r in range(n)]
-
-
-def at_once(*works):
-    """The results of all, or their errors, each in a thread of its own."""
-    results = [None] * len(works)
-
-    def run(place, work):
-        try:
-            results[place] = work()
-        except Exception as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-    return results
 
 
 def summed(ring, tensors, over=None, before_each=lambda: None, leg=Leg.ALL_REDUCE, is_there=None):
     def buckets():
         for t in tensors:
             before_each()
-            yield t.clone()
+            yield ring.filled(t.clone())
 
-    return [s.clone() for s in ring.travel(leg, buckets(), len(tensors), over or threading.Event(), is_there)]
+    travelled = ring.travel(leg, buckets(), len(tensors), over or threading.Event(), is_there)
+    return [cargo.memory.clone() for cargo in travelled]
 
 
 def everybody(n, sizes, dtype):
@@ -165,10 +138,10 @@ def test_buckets_larger_than_what_sockets_buffer_go_round_and_two_of_them_are_at
         def parts():
             for number, t in enumerate(tensors[0]):
                 ahead.append(number - len(taken))
-                yield t.clone()
+                yield rings[0].filled(t.clone())
 
-        for total in rings[0].travel(Leg.ALL_REDUCE, parts(), 5, threading.Event()):
-            taken.append(total)
+        for cargo in rings[0].travel(Leg.ALL_REDUCE, parts(), 5, threading.Event()):
+            taken.append(cargo.memory)
         return taken
 
     own, other = at_once(counting, lambda: summed(rings[1], tensors[1]))
@@ -183,7 +156,8 @@ def test_a_worker_that_goes_away_ends_the_sums_of_the_others():
     rings, tensors = ring_of(3), everybody(3, [BIG] * 4, torch.float64)
 
     def leaves():
-        sums = rings[1].travel(Leg.ALL_REDUCE, (t.clone() for t in tensors[1]), 4, threading.Event())
+        filled = (rings[1].filled(t.clone()) for t in tensors[1])
+        sums = rings[1].travel(Leg.ALL_REDUCE, filled, 4, threading.Event())
         next(sums)
         rings[1].close()
 
@@ -276,14 +250,14 @@ def test_a_bucket_that_is_complete_does_not_wait_for_the_next_one():
         gate = threading.Event()
 
         def parts():
-            yield tensors[r][0].clone()
+            yield rings[r].filled(tensors[r][0].clone())
             assert gate.wait(LIMIT)
-            yield tensors[r][1].clone()
+            yield rings[r].filled(tensors[r][1].clone())
 
         travelled = rings[r].travel(Leg.REDUCE_SCATTER, parts(), 2, threading.Event(), lambda _: gate.is_set())
-        first = next(travelled).clone()
+        first = next(travelled).memory.clone()
         gate.set()
-        return first, next(travelled).clone()
+        return first, next(travelled).memory.clone()
 
     for r, sums in enumerate(at_once(lambda: worker(0), lambda: worker(1))):
         assert equal(own_part(r, 2, list(sums)), own_part(r, 2, expected(tensors)))
@@ -298,12 +272,12 @@ def test_two_buckets_that_are_there_are_at_work_although_buckets_come_one_by_one
     def parts():
         for number in range(2):
             asked.append(number)
-            yield tensors[0][number].clone()
+            yield rings[0].filled(tensors[0][number].clone())
 
     def worker():
         travelled = rings[0].travel(Leg.REDUCE_SCATTER, parts(), 2, threading.Event(), lambda _: True)
-        first = next(travelled).clone()
-        return list(asked), [first, next(travelled).clone()]
+        first = next(travelled).memory.clone()
+        return list(asked), [first, next(travelled).memory.clone()]
 
     others = [lambda r=r: summed(rings[r], tensors[r], leg=Leg.REDUCE_SCATTER, is_there=lambda _: True) for r in (1, 2)]
     (begun, sums), *_ = at_once(worker, *others)
@@ -318,12 +292,12 @@ def test_memory_that_has_been_replaced_is_not_kept():
     for size in (100, 200, 400, 800, 1600):
         for _ in range(IN_FLIGHT):
             memory = torch.empty(size)
-            assert ring.cut(memory[: size - 1]) is ring.cut(memory[: size - 1])
-            assert [part.values.numel() for part in ring.cut(memory)] == [size // 2] * 2
+            assert ring.filled(memory[: size - 1])._parts is ring.filled(memory[: size - 1])._parts
+            assert [part.values.numel() for part in ring.filled(memory)._parts] == [size // 2] * 2
     kept = {
         parts[0].values.untyped_storage().data_ptr()
         for of_it in ring._cuts[torch.float32].values()
-        for parts in of_it.values()
+        for parts, _ in of_it.values()
     }
     assert len(kept) <= IN_FLIGHT
     ring.close()
@@ -441,7 +415,7 @@ def over_gloo_and_round_the_ring(rank, n):
         comm = communicator(ring=ring)
         torch.manual_seed(rank)
         x = [torch.randn(300, 7), torch.randn(50).bfloat16(), torch.randn(9, dtype=torch.complex64), torch.randn(())]
-        with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1024):
+        with mock.patch.object(buckets, "BUCKET_BYTES", 1024):
             comm.mean_(x, 1 / n, Subject("test", "mean", 0)).wait()
         totals = comm.ledger.totals()
         results.append(([t.clone() for t in x], totals.sent, totals.received))

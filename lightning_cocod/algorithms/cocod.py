@@ -138,7 +138,7 @@ class CoCoD(Algorithm):
             size = self.S.take(self.x)
         subject, self.left_out = self.subject("round"), ()
         if self.base is None:
-            self.A = self.comm.correction_(self.S, self.w, subject, size=size)
+            self.A = self.comm.correction_(self.S, subject, size=size)
         else:
             self.A = self.base.correction_(self.S, subject, size=size)
         if not self.overlap:

@@ -153,7 +153,7 @@ class Delay:
             return G
         subject, size = rounds.subject("round"), norm(fragment.x)
         if rounds.residuals is None:
-            fragment.A = rounds.comm.correction_(D, rounds.w, subject, own=a, relative_to=size)
+            fragment.A = rounds.comm.correction_(D, subject, own=a, relative_to=size)
         else:
             fragment.A = rounds.residuals.mean_(D, list(fragment.θ), subject, like=Δ, own=a, relative_to=size)
         if not self.overlap:

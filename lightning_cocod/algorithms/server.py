@@ -117,6 +117,12 @@ class Server(Outgoing):
     # The optimizer
 
     @torch.no_grad()
+    def copy_parts(self) -> None:
+        """The parts are what the parameters are, whoever has written those since the last pull."""
+        for part in self.parts:
+            flat = in_memory_order(self.x[part.number])[part.start : part.stop]
+            part.p.copy_(flat.view(part.p.shape))
+
     def enter(self, present: Sequence[bool] | None = None) -> None:
         """The optimizer has the parts, with their gradients; none where no worker had one."""
         if self.is_serving:  # and has not stepped
@@ -124,8 +130,6 @@ class Server(Outgoing):
         if self.optimizer.state:
             self._take_state()
         for part, gradient in zip(self.parts, self._gradients, strict=True):
-            flat = in_memory_order(self.x[part.number])[part.start : part.stop]
-            part.p.copy_(flat.view(part.p.shape))
             part.p.requires_grad_(self.x[part.number].requires_grad)
             part.p.grad = gradient if present is None or present[part.number] else None
         self._hand_over()

@@ -142,6 +142,7 @@ class SSGD(Pushing):
             server.complete()
             push, server.push = server.push, None
             assert push is not None  # begun
+            server.copy_parts()  # while it is on its way
             push.wait()
             self.repair_buffers(push.left_out)
             server.enter(server.present(self.subject("gradients present")) if push.lacking else None)

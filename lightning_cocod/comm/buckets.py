@@ -11,14 +11,35 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_cocod.comm.link import memory_of
 from lightning_cocod.comm.norms import norms, total
 
-MAX_BUCKET_BYTES = 2 << 20
-MIN_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 2 << 20
+"""To hand a bucket over costs the same whatever its size; what is larger than a core's cache is slower to work on."""
+
+
+class Part(NamedTuple):
+    """Of a bucket."""
+
+    values: Tensor
+    bytes: memoryview
+
+
+def as_part(values: Tensor) -> Part:
+    """Of contiguous memory on the CPU. Making the views takes longer than handing bytes over: keep them."""
+    return Part(values, memory_of(values))
+
+
+def parts_of(bucket: Tensor, n: int) -> list[Part]:
+    """A bucket in n parts, as even as may be."""
+    ends = [bucket.numel() * part // n for part in range(n + 1)]
+    return [as_part(bucket[start:stop]) for start, stop in pairwise(ends)]
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -71,9 +92,7 @@ class Layout:
 
     Args:
         tensors: what travels. Dense tensors are cut anywhere; a tensor with gaps in its memory stays in one piece.
-        cap: the most bytes of a bucket as its values are summed (``summed_in``). By default an 80th of the whole, between
-            1 and 2 MiB: two of them in flight and memory for a part of one stay below 4 % of the parameters, or 3 MiB. To
-            hand one over costs the same whatever its size, but what is larger than a core's cache is slower to work on.
+        cap: the most bytes of a bucket as its values are summed (``summed_in``); ``BUCKET_BYTES`` by default.
         apart: a label for each tensor; those of different labels share no bucket. One label by default.
         multiple: of which the number of elements of each bucket is one; the rest is padding, zero in buffers.
 
@@ -83,11 +102,15 @@ class Layout:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], cap: int | None = None, *, apart: Sequence[int] | None = None, multiple: int = 1
+        self,
+        tensors: Sequence[Tensor],
+        cap: int | None = None,
+        *,
+        apart: Sequence[int] | None = None,
+        multiple: int = 1,
     ) -> None:
-        total = sum(t.numel() * t.element_size() for t in tensors)
-        cap = cap or min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, total // 80))
-        self.nbytes = total
+        cap = cap or BUCKET_BYTES
+        self.nbytes = sum(t.numel() * t.element_size() for t in tensors)
         self.summed_nbytes = sum(t.numel() * summed_in(t.dtype).itemsize for t in tensors)
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sizes: list[int] = []
@@ -208,6 +231,13 @@ class Buffer:
         self.buckets = buckets
         self._views: list[list[Tensor]] = []
         self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._parts: dict[tuple[int, int], list[Part]] = {}
+
+    def parts(self, bucket: int, n: int) -> list[Part]:
+        """A bucket on the CPU in n parts."""
+        if (bucket, n) not in self._parts:
+            self._parts[bucket, n] = parts_of(self.buckets[bucket], n)
+        return self._parts[bucket, n]
 
     def _spans(
         self, tensors: Sequence[Tensor], keep: bool = True

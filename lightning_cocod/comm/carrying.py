@@ -15,17 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cocod.comm.collectives import Collective, Operation
+from lightning_cocod.comm.collectives import Collective, Operation, Scratch
 from lightning_cocod.comm.gate import Gate
-from lightning_cocod.comm.ring import IN_FLIGHT, Leg, Ring
+from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Filled, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
 
-Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
-
 
 def new_scratch() -> Scratch:
-    """Memory for the buckets at work; grows on first use."""
+    """For one thread's messages."""
     return [{} for _ in range(IN_FLIGHT)]
 
 
@@ -58,22 +56,26 @@ def _go_round(
     """All buckets, in their order."""
     order, gate, idle = collective.order(), collective.gate, 0.0
 
-    def buckets() -> Iterator[Tensor]:
+    def buckets() -> Iterator[Cargo]:
         nonlocal idle
         for place, bucket in enumerate(order):
             if gate is not None:
                 idle += _pass(gate, bucket, over, tracer)
-            memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-            _fill(collective, bucket, memory, tracer)
-            yield memory
+            cargo = collective.cargo(bucket, ring, scratch, tracer)
+            if cargo is None:
+                memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
+                _fill(collective, bucket, memory, tracer)
+                cargo = ring.filled(memory)
+            yield cargo
 
     is_there = None if gate is None else lambda place: gate.is_open(order[place])
     travelled = ring.travel(leg, buckets(), len(order), over, is_there)
     for bucket in order:
         with tracer.span("reduce"):
-            memory = next(travelled)
-        with tracer.span("decode"):
-            collective.come_home(bucket, memory)
+            cargo = next(travelled)
+        if isinstance(cargo, Filled):
+            with tracer.span("decode"):
+                collective.come_home(bucket, cargo.memory)
     return idle
 
 

@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cocod.comm.buckets import Buffer, Layout
+from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import finite, norm, norms, total
-from lightning_cocod.comm.ring import Leg
+from lightning_cocod.comm.ring import Cargo, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
+
+Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
+"""Memory for each bucket at work; grows on first use."""
 
 _SUM = dist.AllreduceOptions()  # adds up, by default
 
@@ -125,6 +128,10 @@ class Collective(Operation):
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
 
+    def cargo(self, bucket: int, ring: Ring, scratch: Scratch, tracer: Tracer) -> Cargo | None:
+        """What goes round a ring, if it is not a scratch bucket that is filled and drained."""
+        return None
+
     def come_home(self, bucket: int, scratch: Tensor) -> None:
         """How to ``drain`` one that has gone round a ring."""
         self.drain(bucket, scratch)
@@ -221,50 +228,6 @@ class Broadcast(_InPlace):
         """The source sends a copy to everybody."""
         nbytes = self.layout.nbytes
         return ((world_size - 1) * nbytes, 0) if rank == self._source else (0, nbytes)
-
-
-class Correction(AllReduce):
-    """S ← Σ_j w_j S_j - a S: the snapshot becomes its own correction. One that is left out becomes the mean itself.
-
-    In half precision the difference is taken in float32 and only then rounded: its error is relative to the correction,
-    which is small where workers agree, and not to the mean.
-    """
-
-    def __init__(self, snapshot: Buffer, weight: float, own: float = 1.0) -> None:
-        self.layout = snapshot.layout
-        self._snapshot = snapshot.buckets
-        self.weight, self._own = weight, own
-        self._distances: list[Tensor] = []
-
-    def contents(self, bucket: int) -> list[Tensor]:
-        """The bucket itself."""
-        return [self._snapshot[bucket]]
-
-    def fill(self, bucket: int, scratch: Tensor) -> None:
-        """w_i S_i."""
-        weigh(self._snapshot[bucket], self.weight, scratch)
-
-    def drain(self, bucket: int, scratch: Tensor) -> None:
-        """S_i ← mean - a S_i; the size of mean - S_i is taken while it is in the cache. Without an S_i, S_i ← mean."""
-        S = self._snapshot[bucket]
-        if not self.weight:
-            S.copy_(scratch)
-            return
-        if self._own == 0:  # the mean to the last bit, the same on every rank
-            self._measure(torch.sub(scratch, S, out=S))
-            S.copy_(scratch)
-        elif self._own == 1 and scratch.dtype == S.dtype:
-            self._measure(torch.sub(scratch, S, out=S))
-        else:
-            self._measure(scratch.sub_(S))
-            S.copy_(scratch.add_(S, alpha=1 - self._own))
-
-    def _measure(self, difference: Tensor) -> None:
-        self._distances += norms([difference])
-
-    def distance(self) -> Tensor | None:
-        """‖mean - S‖."""
-        return total(self._distances)
 
 
 def weigh(x: Tensor, w: float, out: Tensor) -> None:

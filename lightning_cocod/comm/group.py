@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.channel import Channel, Home
 from lightning_cocod.comm.coded_shards import Coded, CodedPull, CodedPush, Coding
-from lightning_cocod.comm.collectives import Broadcast, Correction, Mean, Operation
+from lightning_cocod.comm.collectives import Broadcast, Mean, Operation
+from lightning_cocod.comm.correction import Correction
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.message import Message, Subject
 from lightning_cocod.comm.mixing import Matrix
@@ -51,19 +52,19 @@ class Group(Channel):
     def correction_(
         self,
         snapshot: Buffer,
-        weight: float,
         subject: Subject,
         *,
         own: float = 1.0,
         size: Tensor | None = None,
         relative_to: Tensor | None = None,
     ) -> Message:
-        """S ← Σ_j w_j S_j - a S in place, a being ``own``. Its numbers are the size, ‖S‖ before unless it is given as
-        ``relative_to``, and the distance, ‖Σ_j w_j S_j - S‖.
+        """S ← Σ_j w_j S_j - a S in place, w as in the subject, of sum 1, and a being ``own``. Its numbers are the size, ‖S‖
+        before unless it is given as ``relative_to``, and the distance, ‖Σ_j w_j S_j - S‖.
 
         Where this worker is left out, S ← Σ_j w_j S_j, and there are no numbers. ``size`` is ‖S‖ where it is known.
         """
-        return self._submit(subject, Correction(snapshot, weight, own), size=size, relative_to=relative_to)
+        correction = Correction(snapshot, subject.weights, self.rank, own)
+        return self._submit(subject, correction, size=size, relative_to=relative_to)
 
     def mix_(
         self, snapshot: Buffer, W: Matrix, rows: Rows, subject: Subject, *, kept: float = 0.0, size: Tensor | None = None

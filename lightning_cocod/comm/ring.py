@@ -1,14 +1,14 @@
 """Buckets go round a ring of TCP connections, in the thread that also fills them and drains them.
 
 Gloo's takes two more threads, and they wake for every few packets. Here one thread sleeps until a whole part of a bucket has
-come, by the connection's low-water mark, and what is complete is received where it is drained from. In buckets of 1 MiB
-that takes two thirds of the CPU time beside training (docs/benchmarks.md), on machines that have none to spare.
+come, by the connection's low-water mark, and what is complete is received where it is drained from. Beside training, on
+machines that have no CPU time to spare, that takes little more than half as much of it (docs/benchmarks.md).
 
 Every bucket is cut into n parts. In step s = 0, …, 2n − 3 worker r sends part r − 1 − s and receives part r − 2 − s
 (modulo n): first sums under way, to which it adds its own part, until part r is complete where it is; then from s = n − 1 on
 sums of all. Each is made once, so it is the same on all workers bit for bit. All steps are an all-reduce, the first half is
 a reduce-scatter, the other one an all-gather. Two buckets take turns, step by step: one travels while the other one is added
-up.
+up. Where their bytes lie is a cargo's to say: most are ``Filled`` scratch buckets.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import select
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_cocod.comm.buckets import Part, as_part, parts_of
 from lightning_cocod.comm.errors import TransportError, first_line
-from lightning_cocod.comm.link import memory_of
 
 IN_FLIGHT = 2
 """Buckets at work."""
@@ -46,18 +46,63 @@ class Leg(Enum):
 
 
 _LOOK = 0.5  # seconds between two looks at whether communication is over
-_LOW_WATER = 1 << 19  # bytes that have to be there before the thread wakes, if as many are expected
+_LOW_WATER = 1 << 20  # bytes that have to be there before the thread wakes, if as many are expected
 _KEPT = 8  # sizes of buckets in the same memory that are cut
 _CLOSED = "a connection has been closed"
 
 
-class _Part(NamedTuple):
-    """Of a bucket, and where what is to be added to it lands, each with its bytes."""
+class Cargo(ABC):
+    """A bucket on its way round a ring: where the bytes of each of its parts lie, and what is done with them."""
 
-    values: Tensor
-    bytes: memoryview
-    landed: Tensor
-    landed_bytes: memoryview
+    @abstractmethod
+    def leaving(self, part: int) -> memoryview:
+        """What is to be sent of a part: what this worker puts in, or what has landed last."""
+
+    @abstractmethod
+    def left(self, part: int) -> None:
+        """It has been sent."""
+
+    @abstractmethod
+    def landing(self, part: int, under_way: bool) -> memoryview | None:
+        """Where what comes of a part goes: a sum that is ``under_way`` to those who have still to add to it, as this worker
+        has, or that of all. None where there is no room before something has left.
+        """
+
+    @abstractmethod
+    def landed(self, part: int, under_way: bool) -> None:
+        """It has come."""
+
+
+C = TypeVar("C", bound=Cargo)
+
+
+class Filled(Cargo):
+    """A scratch bucket with what this worker puts in; the sums come to lie there.
+
+    Args:
+        memory: the bucket.
+        parts: of it.
+        rooms: for what is to be added to each part.
+    """
+
+    def __init__(self, memory: Tensor, parts: list[Part], rooms: list[Part]) -> None:
+        self.memory, self._parts, self._rooms = memory, parts, rooms
+
+    def leaving(self, part: int) -> memoryview:
+        """In the bucket."""
+        return self._parts[part].bytes
+
+    def left(self, part: int) -> None:
+        """It stays as well."""
+
+    def landing(self, part: int, under_way: bool) -> memoryview:
+        """Beside the bucket, or in its place there."""
+        return (self._rooms if under_way else self._parts)[part].bytes
+
+    def landed(self, part: int, under_way: bool) -> None:
+        """Add."""
+        if under_way:
+            self._parts[part].values.add_(self._rooms[part].values)
 
 
 class Ring:
@@ -74,22 +119,22 @@ class Ring:
     def __init__(self, after: socket.socket, before: socket.socket, place: int, n: int, timeout: float) -> None:
         self.after, self.before, self.place, self.n, self.timeout = after, before, place, n, timeout
         self._landing: dict[torch.dtype, Tensor] = {}
-        self._cuts: dict[torch.dtype, dict[int, dict[int, list[_Part]]]] = {}
+        self._cuts: dict[torch.dtype, dict[int, dict[int, tuple[list[Part], list[Part]]]]] = {}
 
     def travel(
         self,
         leg: Leg,
-        buckets: Iterator[Tensor],
+        buckets: Iterator[C],
         count: int,
         over: threading.Event,
         is_there: Callable[[int], bool] | None = None,
-    ) -> Iterator[Tensor]:
-        """Buckets as they have come as far as they go, in their order and their memory.
+    ) -> Iterator[C]:
+        """Buckets as they have come as far as they go, in their order.
 
         Args:
             leg: how far.
-            buckets: with what this worker puts in: contiguous, on the CPU. Asked for one by one, ``IN_FLIGHT`` of them
-                at most before the first is taken.
+            buckets: with what this worker puts in. Asked for one by one, ``IN_FLIGHT`` of them at most before the first is
+                taken.
             count: of them, the same on all workers, as are their sizes.
             over: communication is.
             is_there: whether asking for that bucket would not wait. If given, one is asked for that would where nothing else
@@ -100,8 +145,8 @@ class Ring:
         """
         return _Journey(self, leg, buckets, count, is_there).go(over)
 
-    def cut(self, memory: Tensor) -> list[_Part]:
-        """A bucket's n parts. Kept for memory that comes again: making views takes longer than handing bytes over."""
+    def filled(self, memory: Tensor) -> Filled:
+        """A bucket's cargo: contiguous, on the CPU. What it is cut into is kept for memory that comes again."""
         landing, longest = self._landing.get(memory.dtype), -(-memory.numel() // self.n)
         if landing is None or landing.numel() < longest:
             landing = self._landing[memory.dtype] = memory.new_empty(longest)
@@ -113,10 +158,9 @@ class Ring:
         if memory.numel() not in of_it:
             if len(of_it) == _KEPT:
                 of_it.clear()
-            ends = [memory.numel() * part // self.n for part in range(self.n + 1)]
-            views = [(memory[start:stop], landing[: stop - start]) for start, stop in pairwise(ends)]
-            of_it[memory.numel()] = [_Part(value, memory_of(value), landed, memory_of(landed)) for value, landed in views]
-        return of_it[memory.numel()]
+            parts = parts_of(memory, self.n)
+            of_it[memory.numel()] = parts, [as_part(landing[: part.values.numel()]) for part in parts]
+        return Filled(memory, *of_it[memory.numel()])
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
@@ -124,19 +168,19 @@ class Ring:
         self.before.close()
 
 
-class _Bucket:
+class _AtWork(Generic[C]):
     """A bucket at work, and how many steps are behind it."""
 
-    def __init__(self, memory: Tensor, parts: list[_Part]) -> None:
-        self.memory, self.parts = memory, parts
+    def __init__(self, cargo: C) -> None:
+        self.cargo = cargo
         self.sent = self.received = 0
 
 
-class _Journey:
+class _Journey(Generic[C]):
     """Some buckets on their way."""
 
     def __init__(
-        self, ring: Ring, leg: Leg, buckets: Iterator[Tensor], count: int, is_there: Callable[[int], bool] | None
+        self, ring: Ring, leg: Leg, buckets: Iterator[C], count: int, is_there: Callable[[int], bool] | None
     ) -> None:
         self._ring, self._buckets, self._count, self._is_there = ring, buckets, count, is_there
         self._steps = leg.steps(ring.n)
@@ -148,14 +192,14 @@ class _Journey:
         ]
         self._sends, self._receipts = deque(turns), deque(turns)
         self._begun = 0
-        self._at_work: dict[int, _Bucket] = {}
+        self._at_work: dict[int, _AtWork[C]] = {}
         self._out: memoryview | None = None  # what is left of the part that is being sent
         self._into: memoryview | None = None  # where the rest of the part that is coming goes
         self._has_room = True  # as far as is known, for more of what is sent
         self._low_water = 0
         self._poll, self._awaited = select.poll(), (-1, -1)
 
-    def go(self, over: threading.Event) -> Iterator[Tensor]:
+    def go(self, over: threading.Event) -> Iterator[C]:
         """See ``Ring.travel``."""
         for number in range(self._count):
             self._begin(number)
@@ -167,7 +211,7 @@ class _Journey:
                 self._begin(number, wait=nothing)  # it is the turn of the one that is not there yet
                 self._move(over)
             del self._at_work[number]
-            yield bucket.memory
+            yield bucket.cargo
 
     def _begin(self, number: int, *, wait: bool = False) -> None:
         """Let those set out that may beside this one, and this one. ``wait`` for one that is not there."""
@@ -175,8 +219,7 @@ class _Journey:
             if following > number and not wait and self._is_there is not None and not self._is_there(following):
                 break
             wait = False
-            memory = next(self._buckets)
-            self._at_work[following] = _Bucket(memory, self._ring.cut(memory))
+            self._at_work[following] = _AtWork(next(self._buckets))
             self._begun += 1
 
     def _move(self, over: threading.Event) -> None:
@@ -239,33 +282,39 @@ class _Journey:
             bucket = self._at_work.get(number)
             if bucket is None or bucket.received < step - self._steps.start:
                 break
-            self._out = bucket.parts[(self._ring.place - 1 - step) % self._ring.n].bytes
+            self._out = bucket.cargo.leaving(self._part_sent(step))
             if not self._out:
                 self._has_sent()
         return self._out
 
     def _has_sent(self) -> None:
-        number, _ = self._sends.popleft()
-        self._at_work[number].sent += 1
+        number, step = self._sends.popleft()
+        bucket = self._at_work[number]
+        bucket.cargo.left(self._part_sent(step))
+        bucket.sent += 1
         self._out = None
+
+    def _part_sent(self, step: int) -> int:
+        return (self._ring.place - 1 - step) % self._ring.n
 
     def _incoming(self) -> memoryview | None:
         """Where what comes is to go; None while there is no room."""
         while self._into is None and self._receipts and self._receipts[0][0] in self._at_work:
-            part, is_to_be_added = self._to_come()
-            self._into = part.landed_bytes if is_to_be_added else part.bytes
+            cargo, part, under_way = self._to_come()
+            self._into = cargo.landing(part, under_way)
+            if self._into is None:
+                break
             if not self._into:
                 self._has_received()
         return self._into
 
     def _has_received(self) -> None:
-        part, is_to_be_added = self._to_come()
-        if is_to_be_added:
-            part.values.add_(part.landed)
+        cargo, part, under_way = self._to_come()
+        cargo.landed(part, under_way)
         number, _ = self._receipts.popleft()
         self._at_work[number].received += 1
         self._into = None
 
-    def _to_come(self) -> tuple[_Part, bool]:
+    def _to_come(self) -> tuple[C, int, bool]:
         number, step = self._receipts[0]
-        return self._at_work[number].parts[(self._ring.place - 2 - step) % self._ring.n], step < self._ring.n - 1
+        return self._at_work[number].cargo, (self._ring.place - 2 - step) % self._ring.n, step < self._ring.n - 1

@@ -266,7 +266,7 @@ def halves(rank: Rank) -> None:
         snapshot.copy_([mine])
         mean, correction = mine.clone(), torch.empty_like(mine)
         comm.mean_([mean], 0.5, Subject("check", "mean", step)).wait()
-        comm.correction_(snapshot, 0.5, Subject("check", "correction", step)).wait()
+        comm.correction_(snapshot, Subject("check", "correction", step, weights=(0.5, 0.5))).wait()
         snapshot.copy_to([correction])
         rank.expect(torch.equal(mean.cpu(), exact.to(dtype)), f"{dtype}: the exact mean, rounded once")
         difference = exact.float() - mine.cpu().float()
