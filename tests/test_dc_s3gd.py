@@ -35,6 +35,7 @@ from torch import nn
 from lightning_cocod import DCS3GD, CoCoD
 from lightning_cocod.algorithms import compensation
 from lightning_cocod.algorithms.compensation import Compensation, Part
+from lightning_cocod.comm.correction import Correction
 
 SIZES = [1, 2, 4]
 EPS = np.finfo(np.float64).eps

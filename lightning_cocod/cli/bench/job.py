@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lightning_cocod.algorithms.heap import keep_freed_memory
 from lightning_cocod.cli.bench.contenders import contenders
 from lightning_cocod.cli.bench.meter import Boundaries, Meter, Result
-from lightning_cocod.cli.bench.plan import PLAIN, Plan
+from lightning_cocod.cli.bench.plan import GIVING_BACK, Plan
 from lightning_cocod.cli.bench.work import WORK, Batches, Training
 
 
@@ -123,7 +123,7 @@ def process(plan: Plan, name: str, seat: Seat, file: Path, log: Path) -> None:
         del os.environ[key]
     os.environ.update(seat.environment())
     torch.set_num_threads(plan.threads)
-    if name != PLAIN:  # as our strategies do it: the same heap for all, or fractions would not tell of communication alone
+    if name not in GIVING_BACK:  # as our strategies do: with the same heap fractions tell of communication alone
         keep_freed_memory()
     try:
         job = Job(plan, seat, file)

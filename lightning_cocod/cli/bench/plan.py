@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 CEILING, PLAIN = ALONE = "none", "plain"
 """Contenders that communicate with nobody."""
+GIVING_BACK = PLAIN, "ddp_plain"
+"""Whose freed memory goes back to the system, as it does without this package."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def contenders() -> dict[str, Contender]:
         **own(),
         "ssgd_overlap_pull": ours.contender(strategies.SSGDStrategy, overlap_pull=True),
         "ddp": torch_ddp.ddp,
+        "ddp_plain": torch_ddp.ddp,
         "ddp_bf16": torch_ddp.ddp_bf16,
         "ddp_fp16": torch_ddp.ddp_fp16,
         "torch_post_local_sgd": local.torch_post_local_sgd,
