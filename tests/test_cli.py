@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 from support.warm import Warm
@@ -274,6 +275,25 @@ def test_ranks_get_a_plain_resolved_configuration(in_process):
     assert config["strategy"]["period"] == 7
     assert config["name"] == "digits-resnet20-cocod"
     assert Path(config["output_dir"]).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codec"),
+    [
+        ("strategy=cocod", None),
+        ("strategy=dist_ef_sgd", "ScaledSign"),
+        ("strategy=compskip_dsgd", "ScaledSign"),
+        ("strategy=flex_compress_sgd", "TopK"),
+        ("strategy=cd_sgd", "Threshold"),
+        ("strategy=dist_ef_sgd compression=int8", "Int8"),
+        ("compression=int8 strategy=cd_sgd", "Int8"),
+        ("strategy=dist_ef_sgd compression=none", None),
+    ],
+)
+def test_strategies_have_their_own_codecs_unless_another_one_is_chosen(in_process, arguments, codec):
+    _, _, [(config, _)] = in_process(*arguments.split())
+    chosen = instantiate(config["strategy"]["compression"])
+    assert (None if chosen is None else type(chosen).__name__) == codec
 
 
 def test_sweep_is_refused_under_a_launcher(in_process, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ from lightning_cocod import (
     StreamingDiLoCo,
 )
 from lightning_cocod.comm import compressed
-from lightning_cocod.compression import CODECS, Codec, PowerSGD
+from lightning_cocod.compression import CODECS, Codec, PowerSGD, RandomK
 
 SIZES = [1, 2, 4]
 
@@ -465,6 +466,29 @@ def test_every_codec_keeps_the_base_the_same_and_the_workers_near(n):
         assert farthest < 3.0, name
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(θ, other[name][0], strict=True)), name
+
+
+def places_moved(rank, n, alike):
+    """Where the mean of both workers' codes is not zero."""
+    with mock.patch.object(RandomK, "draws_alike", alike):
+        torch.manual_seed(rank)
+        model = nn.Linear(1, 500, bias=False)
+        algorithm = LocalSGD(model, torch.optim.SGD(model.parameters(), 0.0), period=1, compression=RandomK(0.2))
+        with algorithm:
+            θ = torch.cat([bucket.clone() for bucket in algorithm.base.θ.buckets])
+            with torch.no_grad():
+                model.weight.add_(torch.randn(500, 1) + 3)
+            algorithm.optimizers[0].step()
+            return torch.cat(algorithm.base.θ.buckets) != θ
+
+
+def test_workers_draw_the_same_places_of_random_k():
+    """So the owner of a shard drops nothing of a mean of codes; places of its own would leave a third of them, or so."""
+    alike, other = run_ranks(places_moved, 2, True)
+    assert torch.equal(alike, other)
+    assert int(alike.sum()) == 100
+    control, _ = run_ranks(places_moved, 2, False)
+    assert int(control.sum()) < 60
 
 
 MEMBERS_OF_ALL = [

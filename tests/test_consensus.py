@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.ranks import run_ranks
-from support.toys import STRATEGIES, Toy, dataset, flat, loader, trainer
+from support.toys import STRATEGIES, Toy, dataset, flat, loader, parameters, trainer, variants
 
 
 class Watch(Callback):
@@ -107,6 +107,44 @@ def test_a_checkpoint_holds_the_consensus_and_saving_changes_nothing(strategy, t
         mean = (ranks[0]["path"][step - 1] + ranks[1]["path"][step - 1]) / 2
         torch.testing.assert_close(flat(module), mean, rtol=1e-6, atol=1e-7)
     assert torch.equal(flat(Toy.load_from_checkpoint(tmp_path / "last.ckpt")), flat(module))
+
+
+class AsServed(Callback):
+    """Remembers the worker's own parameters, what validation sees of the model, and whether that is the server's W."""
+
+    def __init__(self):
+        self.own, self.seen, self.is_W = [], [], []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.own.append(parameters(module))
+
+    def on_validation_start(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.seen.append(parameters(module))
+            (server,) = trainer.strategy.algorithm.servers.values()
+            shown = server.layout.buffer()
+            shown.copy_(server.x, keep=False)
+            self.is_W.append(all(torch.equal(a, b) for a, b in zip(server.own(shown), server.W, strict=True)))
+
+
+def served(rank, world, strategy, folder):
+    L.seed_everything(5, verbose=False)
+    watch, keep = AsServed(), ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    options = {"val_check_interval": 1, "enable_checkpointing": True, "max_epochs": 1, "limit_val_batches": 1}
+    trainer(strategy, world, callbacks=[watch, keep], **options).fit(Toy(), loader(), loader(shuffle=False))
+    return watch.own, watch.seen, watch.is_W
+
+
+@pytest.mark.parametrize("strategy", [v for v in variants() if v.id in ("ssd_sgd", "od_sgd", "cd_sgd")])
+def test_what_is_validated_and_saved_is_the_servers_model_and_not_the_workers(strategy, tmp_path):
+    (own, seen, is_W), (others, seen_too, is_W_too) = run_ranks(served, 2, strategy, tmp_path, init=False)
+    assert is_W == is_W_too == [True] * 6
+    for step in range(6):
+        assert torch.equal(seen[step], seen_too[step])
+        module = Toy()
+        module.load_state_dict(torch.load(tmp_path / f"step={step + 1}.ckpt", weights_only=True)["state_dict"])
+        assert torch.equal(parameters(module), seen[step])
+    assert not any(torch.equal(x, W) for x, W in zip((*own, *others), (*seen, *seen), strict=True))
 
 
 def own_collective(rank, world, strategy):

@@ -14,7 +14,7 @@ from support.ways import communicator
 from lightning_cocod.comm import Subject, buckets
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.carrying import new_scratch
-from lightning_cocod.comm.correction import Correction, RunningMean
+from lightning_cocod.comm.correction import Correction, Rooms, RunningMean
 from lightning_cocod.comm.ring import Leg
 from lightning_cocod.comm.tracer import Tracer
 
@@ -145,10 +145,34 @@ def test_three_rooms_are_enough_in_any_timing_and_two_buckets_of_scratch_are_not
             assert sum(m.numel() for memory in scratch for m in memory.values()) == 3 * -(-500 // n)
 
 
-def test_parts_larger_than_what_sockets_buffer_go_round():
-    tensors = tensors_of(2, [3_000_000], torch.float64)
-    for rank, (S, _, _) in enumerate(everybody(2, tensors, [0.5, 0.5], cap=8_000_000)):
-        torch.testing.assert_close(S[0], (tensors[1 - rank][0] - tensors[rank][0]) / 2, rtol=0, atol=1e-12)
+@pytest.mark.parametrize(("n", "buckets"), [(2, 3), (2, 4), (3, 3), (3, 4), (4, 3)])
+def test_parts_larger_than_what_sockets_buffer_wait_for_a_room(n, buckets, monkeypatch):
+    """With one slow worker the others have to wait for room to send; from three workers on, parts wait for rooms as well."""
+    tensors, weights, waited = tensors_of(n, [buckets * 500_000], torch.float64), weights_of(n, "unequal"), []
+    take = Rooms.take
+
+    def slow(rooms, size):
+        taken = take(rooms, size)
+        waited.append(taken is None)
+        return taken
+
+    monkeypatch.setattr(Rooms, "take", slow)
+    for rank, (S, _, _) in enumerate(everybody(n, tensors, weights, cap=4_000_000, late=random.Random(0))):
+        torch.testing.assert_close(S[0], exact(tensors, weights)[0] - tensors[rank][0], rtol=0, atol=1e-11)
+    assert any(waited) == (n > 2)
+
+
+def test_buckets_of_several_dtypes_have_rooms_of_their_own():
+    tensors = [
+        [t.to(dtype) for t, dtype in zip(of_one, (torch.float32, torch.float64, torch.float32), strict=True)]
+        for of_one in tensors_of(3, [900, 700, 300], torch.float64)
+    ]
+    weights = weights_of(3, "unequal")
+    for rank, (S, _, scratch) in enumerate(everybody(3, tensors, weights)):
+        for t, x, mean in zip(S, tensors[rank], exact(tensors, weights), strict=True):
+            close = 1e-12 if t.dtype is torch.float64 else 1e-4
+            torch.testing.assert_close(t.double(), mean - x.double(), rtol=0, atol=close)
+        assert {dtype for memory in scratch for dtype, _ in memory} == {torch.float32, torch.float64}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64], ids=str)
@@ -170,6 +194,7 @@ def both_ways(rank, n, weights):
             snapshot.copy_(tensors)
             comm.correction_(snapshot, Subject("test", "round", 1, weights=tuple(weights))).wait()
             found.append(torch.cat(snapshot.buckets))
+            assert bool(snapshot._parts) == with_ring
     return found
 
 

@@ -142,7 +142,10 @@ CONTRACTIONS = {  # δ of D values with the default options, by the codecs' own 
     "terngrad": 2 / (1 + math.sqrt(D)),
     "natural": 7 / 8,
 }
-OTHER_OPTIONS = [(RandomK(0.1), 0.1), (TopK(0.05), 0.05), (QSGD(1, block=1024), 1 / (1 + 32))]
+OTHER_OPTIONS = [
+    *((RandomK(0.1), 0.1), (TopK(0.05), 0.05), (QSGD(1, block=1024), 1 / (1 + 32))),
+    *((codec, 1 - codec.omega) for codec in (Int8(stochastic=True), Int4(stochastic=True))),
+]
 
 
 @pytest.mark.parametrize(

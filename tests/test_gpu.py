@@ -29,7 +29,9 @@ def gpu_check(*options, path=(), limit=200):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", ["bits", "nccl", "float64", "nonfinite", "no_host_wait", "trainer", "trace", "resume"])
+@pytest.mark.parametrize(
+    "name", ["bits", "nccl", "float64", "nonfinite", "no_host_wait", "trainer", "trace", "resume", "codes"]
+)
 def test_on_a_gpu(name):
     code, verdicts, printed = gpu_check("--only", name)
     assert (code, verdicts) == (0, {name: "ok"}), printed

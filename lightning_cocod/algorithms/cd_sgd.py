@@ -34,7 +34,7 @@ class CDSGD(SSDSGD):
         model: the module that is trained.
         optimizer: one or several torch optimizers over its parameters; with ``glu`` they are SGD.
         compression: C, a codec or its name, that is a contraction or made for residuals (docs/compression.md); by default
-            ±θ or 0 in two bits, "threshold".
+            ±θ or 0 in two bits, "threshold". None pushes gradients whole.
         compress_steps: c; 1 is OD-SGD with the same local update.
         local_update: "sgd", "glu", "dc_asgd", "dc_asgd_a", or an object.
         warmup_steps: steps of S-SGD first, which push gradients whole.
@@ -55,7 +55,7 @@ class CDSGD(SSDSGD):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        compression: str | Codec | None = None,
+        compression: str | Codec | None = "threshold",
         compress_steps: int = 5,
         local_update: str | LocalUpdate = "sgd",
         warmup_steps: int = 0,
@@ -78,7 +78,7 @@ class CDSGD(SSDSGD):
                 "cd_sgd cannot go on without a rank whose message is not finite: use on_nonfinite='raise', and lower the "
                 "learning rate or clip gradients"
             )
-        self.compression = self.codes = codes(self.name, compression or "threshold")
+        self.compression = self.codes = codes(self.name, compression)
         self.compress_steps = whole("compress_steps", compress_steps, least=1)
 
     def make_server(self, optimizer: Optimizer, shared: set[nn.Parameter]) -> CodedServer:

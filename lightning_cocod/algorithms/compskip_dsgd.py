@@ -36,7 +36,7 @@ class CompSkipDSGD(FlexCompressSGD):
     Args:
         model: the module that is trained.
         optimizer: SGD, one or several, without a parameter in common.
-        compression: codec of the workers, or its name; "sign" by default.
+        compression: codec of the workers, or its name; "sign" by default, None for whole values.
         server_compression: codec of the server, or its name.
         worker_skip: when a worker does not send; never by default.
         server_skip: when the server does not; never by default. Then x rests.
@@ -55,8 +55,8 @@ class CompSkipDSGD(FlexCompressSGD):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        compression: str | Codec | None = None,
-        server_compression: str | Codec = "sign",
+        compression: str | Codec | None = "sign",
+        server_compression: str | Codec | None = "sign",
         worker_skip: SkipRule = None,
         server_skip: SkipRule = None,
         overlap: bool = True,
@@ -66,7 +66,7 @@ class CompSkipDSGD(FlexCompressSGD):
         super().__init__(
             model,
             optimizer,
-            compression=compression or "sign",
+            compression=compression,
             server_compression=server_compression,
             overlap=overlap,
             weights=weights,

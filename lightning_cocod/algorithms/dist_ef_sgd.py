@@ -49,7 +49,8 @@ class DistEFSGD(Pushing):
     Args:
         model: the module that is trained.
         optimizer: SGD, one or several, without a parameter in common.
-        compression: codec of both directions, or its name; a contraction (docs/compression.md), "sign" by default.
+        compression: codec of both directions, or its name; a contraction (docs/compression.md), "sign" by default;
+            None sends whole values.
         overlap: False pushes after backward: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
         **shared: ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
@@ -70,13 +71,13 @@ class DistEFSGD(Pushing):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        compression: str | Codec | None = None,
+        compression: str | Codec | None = "sign",
         overlap: bool = True,
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(model, optimizer, overlap=overlap, weights=weights, **shared)
-        self.compression = self.codes = codes(self.name, compression or "sign")
+        self.compression = self.codes = codes(self.name, compression)
         if self.skip_nonfinite:
             raise ValueError(
                 f"{self.name} cannot go on without a rank whose message is not finite: use on_nonfinite='raise', and lower "

@@ -24,7 +24,7 @@ class FlexCompressSGD(DistEFSGD):
     Args:
         model: the module that is trained.
         optimizer: SGD, one or several, without a parameter in common.
-        compression: codec of the workers, or its name; "topk" by default.
+        compression: codec of the workers, or its name; "topk" by default, None for whole values.
         server_compression: codec of the server, or its name.
         overlap: False pushes after backward: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
@@ -41,13 +41,13 @@ class FlexCompressSGD(DistEFSGD):
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        compression: str | Codec | None = None,
-        server_compression: str | Codec = "sign",
+        compression: str | Codec | None = "topk",
+        server_compression: str | Codec | None = "sign",
         overlap: bool = True,
         weights: Sequence[float] | None = None,
         **shared: Any,
     ) -> None:
-        super().__init__(model, optimizer, compression=compression or "topk", overlap=overlap, weights=weights, **shared)
+        super().__init__(model, optimizer, compression=compression, overlap=overlap, weights=weights, **shared)
         self.server_compression = codes(f"the server of {self.name}", server_compression)
 
     def directions(self) -> tuple[Direction, Direction]:

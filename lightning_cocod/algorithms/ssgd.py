@@ -84,7 +84,7 @@ class SSGD(Pushing):
         self.elementwise = flag("elementwise", elementwise)
         self.overlap_pull = flag("overlap_pull", overlap_pull)
         if self.compression is not None:
-            raise ValueError("ssgd sends gradients whole: leave compression out, or use pipe_sgd, which has it")
+            raise ValueError(f"{self.name} sends gradients whole: leave compression out, or use cd_sgd or dist_ef_sgd")
         self._stepped: list[Server] = []
         self._uses = FirstUse()
         self._pulls: list[Message] = []  # that somebody may still have to wait for

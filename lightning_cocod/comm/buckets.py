@@ -22,6 +22,7 @@ from lightning_cocod.comm.norms import norms, total
 
 BUCKET_BYTES = 2 << 20
 """To hand a bucket over costs the same whatever its size; what is larger than a core's cache is slower to work on."""
+_FEW = 8  # parts of every bucket of a buffer, whose views take next to no memory beside it
 
 
 class Part(NamedTuple):
@@ -234,7 +235,9 @@ class Buffer:
         self._parts: dict[tuple[int, int], list[Part]] = {}
 
     def parts(self, bucket: int, n: int) -> list[Part]:
-        """A bucket on the CPU in n parts."""
+        """A bucket on the CPU in n parts. They are kept, unless they are many."""
+        if n > _FEW:
+            return parts_of(self.buckets[bucket], n)
         if (bucket, n) not in self._parts:
             self._parts[bucket, n] = parts_of(self.buckets[bucket], n)
         return self._parts[bucket, n]

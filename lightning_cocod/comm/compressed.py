@@ -22,7 +22,7 @@ from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.parts import How, MeanOfParts, Parts
 from lightning_cocod.comm.ring import IN_FLIGHT
-from lightning_cocod.compression import Codec, PowerSGD, as_compression
+from lightning_cocod.compression import Codec, Identity, PowerSGD, as_compression
 
 
 class Codes(NamedTuple):
@@ -108,12 +108,12 @@ def shard_size(n: int, world_size: int) -> int:
 
 
 def codes(whose: str, compression: str | Codec | PowerSGD | None) -> Compression:
-    """What is chosen for messages that are no means of all workers, and so cannot be PowerSGD's.
+    """What is chosen for messages that are no means of all workers, and so cannot be PowerSGD's. None: whole values.
 
     Raises:
         ValueError: no codec.
     """
-    chosen = as_compression(compression)
+    chosen = Identity() if compression is None else as_compression(compression)
     if not isinstance(chosen, Codec):
         raise ValueError(f"{whose} sends codes, and {compression!r} is no codec: choose one such as 'sign' or 'int8'")
     return Compression(chosen)

@@ -124,8 +124,8 @@ class RunningMean(Cargo):
     """One bucket's parts, and what they become.
 
     Where worker r gets part q, that has been at the workers q + 1, …, r − 1 (modulo n): it is the mean m over them, and
-    becomes m + (S_r − m) w_r / (w_{q+1} + … + w_r). So it stays within the range of the values, and where all workers agree
-    it is what they have, to the bit. One that is left out starts a part with zeros, and lets others pass.
+    becomes m + (S_r − m) w_r / (w_{q+1} + … + w_r). Where all workers agree it is what they have, to the bit. One that is
+    left out starts a part with zeros, and lets others pass.
 
     Args:
         own: parts of this worker.

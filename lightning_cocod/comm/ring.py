@@ -2,7 +2,7 @@
 
 Gloo's takes two more threads, and they wake for every few packets. Here one thread sleeps until a whole part of a bucket has
 come, by the connection's low-water mark, and what is complete is received where it is drained from. Beside training, on
-machines that have no CPU time to spare, that takes little more than half as much of it (docs/benchmarks.md).
+machines that have no CPU time to spare, that takes half as much of it (docs/benchmarks.md).
 
 Every bucket is cut into n parts. In step s = 0, …, 2n − 3 worker r sends part r − 1 − s and receives part r − 2 − s
 (modulo n): first sums under way, to which it adds its own part, until part r is complete where it is; then from s = n − 1 on

@@ -18,7 +18,7 @@ class CDSGDStrategy(AlgorithmStrategy):
     steps, with the rates of the optimizer's groups, and each rank makes a local update of its own.
 
     Args:
-        compression: codec of the gradients, or its name (docs/compression.md); "threshold" by default.
+        compression: codec of the gradients, or its name (docs/compression.md); "threshold" by default, None for whole ones.
         compress_steps: c: every c-th step pushes gradients whole.
         local_update: "sgd", "glu" beside SGD only, "dc_asgd", "dc_asgd_a", or an object.
         warmup_steps: steps of S-SGD first, which push gradients whole.
@@ -38,7 +38,7 @@ class CDSGDStrategy(AlgorithmStrategy):
     def __init__(
         self,
         *,
-        compression: str | Codec | None = None,
+        compression: str | Codec | None = "threshold",
         compress_steps: int = 5,
         local_update: str | LocalUpdate = "sgd",
         warmup_steps: int = 0,

@@ -19,7 +19,8 @@ class CompSkipDSGDStrategy(AlgorithmStrategy):
     optimizer's step applies what the server answers.
 
     Args:
-        compression: codec of the ranks, or its name; a contraction (docs/compression.md); "sign" by default.
+        compression: codec of the ranks, or its name; a contraction (docs/compression.md); "sign" by default, None
+            for whole values.
         server_compression: codec of the server, or its name.
         worker_skip: when a rank does not send: n, to send in every n-th step, a probability, a rule or a function.
         server_skip: when the server does not.
@@ -38,8 +39,8 @@ class CompSkipDSGDStrategy(AlgorithmStrategy):
     def __init__(
         self,
         *,
-        compression: str | Codec | None = None,
-        server_compression: str | Codec = "sign",
+        compression: str | Codec | None = "sign",
+        server_compression: str | Codec | None = "sign",
         worker_skip: SkipRule = None,
         server_skip: SkipRule = None,
         overlap: bool = True,

@@ -18,7 +18,8 @@ class DistEFSGDStrategy(AlgorithmStrategy):
     optimizer's step applies what the server answers.
 
     Args:
-        compression: codec of both directions, or its name; a contraction (docs/compression.md); "sign" by default.
+        compression: codec of both directions, or its name; a contraction (docs/compression.md); "sign" by default, None
+            for whole values.
         overlap: False pushes after backward: the same trajectory, nothing hidden.
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
@@ -34,7 +35,7 @@ class DistEFSGDStrategy(AlgorithmStrategy):
     def __init__(
         self,
         *,
-        compression: str | Codec | None = None,
+        compression: str | Codec | None = "sign",
         overlap: bool = True,
         weights: Sequence[float] | None = None,
         **options: Any,

@@ -18,7 +18,8 @@ class FlexCompressSGDStrategy(AlgorithmStrategy):
     optimizer's step applies what the server answers.
 
     Args:
-        compression: codec of the ranks, or its name; a contraction (docs/compression.md); "topk" by default.
+        compression: codec of the ranks, or its name; a contraction (docs/compression.md); "topk" by default, None
+            for whole values.
         server_compression: codec of the server, or its name.
         overlap: False pushes after backward: the same trajectory, nothing hidden.
         weights: of the ranks in every mean, in any scale. Equal by default.
@@ -35,8 +36,8 @@ class FlexCompressSGDStrategy(AlgorithmStrategy):
     def __init__(
         self,
         *,
-        compression: str | Codec | None = None,
-        server_compression: str | Codec = "sign",
+        compression: str | Codec | None = "topk",
+        server_compression: str | Codec | None = "sign",
         overlap: bool = True,
         weights: Sequence[float] | None = None,
         **options: Any,

@@ -24,7 +24,7 @@ from gpu_checks.training import PERIOD, flat, image_net, images, train
 from lightning_cocod.algorithms import CDSGD, CoCoD, DistEFSGD
 from lightning_cocod.algorithms.mixing import Mixing
 from lightning_cocod.comm import Communicator, NonFiniteMessage, Subject, channel, communicator
-from lightning_cocod.compression import CODECS, PowerSGD
+from lightning_cocod.compression import CODECS, PowerSGD, pack, unpack
 
 
 @check(ranks=1, lightning=True, limit=120.0)
@@ -73,7 +73,9 @@ def asynchrony(rank: Rank) -> None:
 
 @check()
 def codes(rank: Rank) -> None:
-    """Rounds with a codec: replicas end equal, and running again changes no bit. Every codec trains, and PowerSGD."""
+    """Codes mean the same here and on the CPU. Rounds with a codec: replicas end equal, and running again changes no bit.
+    Every codec trains, and PowerSGD.
+    """
     for name, algorithm in ALGORITHMS.items():
         with rank.attempt(name):
             try:
@@ -85,7 +87,14 @@ def codes(rank: Rank) -> None:
             rank.expect(rank.same(run.end), f"{name}: replicas equal bit for bit at the end")
             rank.expect(torch.equal(run.before, again.before), f"{name}: another run gives the same bits")
             rank.expect(run.metrics["comm/compression_ratio"] > 1, f"{name}: fewer bytes")
-    for name in [*(name for name, codec in CODECS.items() if codec().contraction), PowerSGD.name]:
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(1))
+    for name, kind in CODECS.items():
+        with rank.attempt(f"a code of {name}"):
+            code = pack(kind(), values.to(rank.device), torch.Generator(rank.device).manual_seed(2))
+            here, there = unpack(kind(), code, values.to(rank.device)), unpack(kind(), code.cpu(), values)
+            rank.expect(torch.allclose(here.cpu(), there, rtol=1e-6), f"{name}: its codes mean the same on the CPU")
+    feasible = (name for name, kind in CODECS.items() if kind().contraction or kind().needs_feedback)
+    for name in [*feasible, PowerSGD.name]:
         with rank.attempt(name):
             run = train(rank, CoCoD, compression=name)
             rank.expect(rank.same(run.end) and run.end.isfinite().all(), f"{name}: replicas equal and finite at the end")
