@@ -198,15 +198,12 @@ def test_tensors_whose_memory_order_has_changed_are_refused_and_left_alone():
     assert torch.equal(other, tensor)
 
 
-def test_without_a_cap_a_bucket_is_an_80th_of_the_whole_within_limits():
-    def largest(*sizes):
-        return max(flat.nbytes for flat in Layout([torch.empty(n) for n in sizes]).buffer().buckets)
+def test_without_a_cap_a_bucket_is_of_two_mib():
+    def sizes(*numels):
+        return [flat.nbytes for flat in Layout([torch.empty(n) for n in numels]).buffer().buckets]
 
-    assert largest(500_000, 28_000_000, 1_500_000) == 4 * 375_000
-    assert largest(8_000_000) == 1 << 20
-    assert largest(1000) == 4000
-    assert largest(400_000) == 1 << 20
-    assert largest(200_000_000) == 2 << 20
+    assert sizes(1000) == [4000]
+    assert sizes(400_000, 300_000) == [2 << 20, 4 * 700_000 - (2 << 20)]
 
 
 def test_overlapping_tensors_are_refused_when_written():

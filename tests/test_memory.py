@@ -20,7 +20,7 @@ LIMIT = 900.0  # seconds; on two idle cores it takes 70
 pytestmark = pytest.mark.timeout(LIMIT + 100)
 ROWS, COLUMNS, LAYERS = 1000, 1000, 40  # 40 tensors of 4 MB: a few MB for threads and connections weigh little
 BUCKETS = 0.05
-"""Two buckets at work, each an 80th of the parameters, as much again inside Gloo or half of it round a ring, and the error
+"""Two buckets at work, each an 80th of the parameters, as much again inside Gloo, or half of it round a ring, and the error
 of VmRSS."""
 
 
