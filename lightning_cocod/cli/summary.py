@@ -92,7 +92,8 @@ def readable(summary: Summary) -> dict[str, str]:
 
 def print_summary(summary: Summary, folder: Path) -> None:
     """Print the table, and how to look into the run."""
-    table = Table(title=summary["name"], show_header=False, title_justify="left")
+    title = summary["name"]
+    table = Table(title=title, show_header=False, title_justify="left", min_width=len(title))
     table.add_column(style="bold")
     table.add_column(justify="right")
     for label, text in readable(summary).items():
