@@ -214,6 +214,7 @@ def in_process(monkeypatch, tmp_path, capsys):
         ("trainer.max_epoch=3", "trainer.max_epoch is no option: did you mean trainer.max_epochs? trainer has accelerator,"),
         ("model=vgg16 model.batchnorm=true", "did you mean model.batch_norm? model has batch_norm"),
         ("optimizer.foo.bar=1", "optimizer.foo.bar is no option"),
+        ("+trainer.max_epochs=2", "trainer.max_epochs is there already: leave the + out"),
         ("+strategy.foo=1", "strategy: CoCoDStrategy has no option foo"),
         ("+trainer.foo=1", "trainer: "),
         ("foo", "missing EQUAL"),

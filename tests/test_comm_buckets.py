@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cocod.comm.buckets import Layout
+from lightning_cocod.comm.buckets import Layout, is_dense
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
 
@@ -196,6 +196,11 @@ def test_tensors_whose_memory_order_has_changed_are_refused_and_left_alone():
     assert (turned == 0).all()
     buffer.copy_to([other := torch.zeros_like(tensor)])
     assert torch.equal(other, tensor)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3)])
+def test_what_is_empty_has_no_gaps(shape):
+    assert is_dense(torch.empty(shape))
 
 
 def test_without_a_cap_a_bucket_is_of_two_mib():

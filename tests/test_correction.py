@@ -31,6 +31,7 @@ def corrected(ring, tensors, weights, own=1.0, cap=800, late=None):
     snapshot = Layout(tensors, cap).buffer()
     snapshot.copy_(tensors)
     correction, scratch = Correction(snapshot, weights, ring.place, own), new_scratch()
+    correction.is_finite(correction.size())  # as it is asked before anything is sent
 
     def cargoes():
         for bucket in range(len(correction.layout)):
@@ -117,6 +118,17 @@ def test_the_only_one_that_is_left_is_the_mean():
     tensors = tensors_of(3, [100], torch.float32)
     for rank, (S, _, _) in enumerate(everybody(3, tensors, [0.0, 1.0, 0.0])):
         assert torch.equal(S[0], torch.zeros(100) if rank == 1 else tensors[1][0])
+
+
+def huge():
+    return [[torch.tensor([-2.5e38, 1.0])], [torch.tensor([2.5e38, 3.0])]]
+
+
+def test_a_mean_of_values_whose_difference_would_overflow_is_finite(monkeypatch):
+    for sign, (S, _, _) in zip((1, -1), everybody(2, huge(), [0.5, 0.5]), strict=True):
+        torch.testing.assert_close(S[0], torch.tensor([sign * 2.5e38, sign * 1.0]))
+    monkeypatch.setattr(Correction, "is_finite", lambda *_: True)  # the negative control
+    assert not any(S[0].isfinite().all() for S, _, _ in everybody(2, huge(), [0.5, 0.5]))
 
 
 def test_weights_that_ignore_who_has_been_passed_would_be_wrong(monkeypatch):

@@ -19,6 +19,9 @@ def option_message(error: HydraException | OmegaConfBaseException, arguments: Se
     found = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if isinstance(error, MissingConfigException) and found and error.options:
         return f"{found[1]}={found[2]} is unknown: choose {', '.join(error.options)}"
+    found = re.search(r"An item is already at '([^']+)'", text)
+    if isinstance(error, ConfigCompositionException) and found:
+        return f"{found[1]} is there already: leave the + out"
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+([\w./@]*\w)", text)
     if isinstance(error, ConfigCompositionException) and found:
         return unknown_option(found[1], arguments)

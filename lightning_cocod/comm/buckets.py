@@ -67,6 +67,8 @@ def _form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's memory has neither gaps nor overlaps, whatever the order of its dimensions."""
     expected = 1
+    if tensor.numel() == 0:
+        return True
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
             continue

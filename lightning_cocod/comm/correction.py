@@ -30,12 +30,18 @@ class Correction(AllReduce):
         self._snapshot, self._own = snapshot, own
         self._distances: list[Tensor] = []
         self._rooms: dict[torch.dtype, Rooms] = {}
+        self._is_huge = False
         self._lies_as_it_travels = not any(S.is_complex() or summed_in(S.dtype) != S.dtype for S in snapshot.buckets)
         self.weigh(rank, weights)
 
     def weigh(self, rank: int, weights: Sequence[float]) -> None:
         """One that is left out has weight 0."""
         self._rank, self._weights, self.weight = rank, list(weights), weights[rank]
+
+    def is_finite(self, size: Tensor) -> bool:
+        """Whether S is. Where only the norm is not, which overflows long before, a difference of values may overflow."""
+        self._is_huge = not bool(torch.isfinite(size))
+        return super().is_finite(size)
 
     def contents(self, bucket: int) -> list[Tensor]:
         """The bucket itself."""
@@ -63,7 +69,7 @@ class Correction(AllReduce):
                 self._take(S, m)
 
         parts = self._snapshot.parts(bucket, ring.n)
-        return RunningMean(parts, ring.place, self._weights, self._rooms[dtype], take)
+        return RunningMean(parts, ring.place, self._weights, self._rooms[dtype], take, is_huge=self._is_huge)
 
     def _take(self, S: Tensor, m: Tensor) -> None:
         """S ← m - a S, and the size of m - S while it is in the cache. The memory of m is free to be used."""
@@ -124,8 +130,8 @@ class RunningMean(Cargo):
     """One bucket's parts, and what they become.
 
     Where worker r gets part q, that has been at the workers q + 1, …, r − 1 (modulo n): it is the mean m over them, and
-    becomes m + (S_r − m) w_r / (w_{q+1} + … + w_r). Where all workers agree it is what they have, to the bit. One that is
-    left out starts a part with zeros, and lets others pass.
+    becomes m + (S_r − m) v with v = w_r / (w_{q+1} + … + w_r). Where all workers agree it is what they have, to the bit. One
+    that is left out starts a part with zeros, and lets others pass.
 
     Args:
         own: parts of this worker.
@@ -133,12 +139,21 @@ class RunningMean(Cargo):
         weights: of all.
         rooms: for what comes.
         take: told this worker's part and the mean, when that has been sent on.
+        is_huge: whether S_r − m may overflow: then it is m (1 − v) + S_r v in two passes.
     """
 
     def __init__(
-        self, own: list[Part], place: int, weights: Sequence[float], rooms: Rooms, take: Callable[[Tensor, Tensor], None]
+        self,
+        own: list[Part],
+        place: int,
+        weights: Sequence[float],
+        rooms: Rooms,
+        take: Callable[[Tensor, Tensor], None],
+        *,
+        is_huge: bool,
     ) -> None:
         self._own, self._place, self._weights, self._rooms, self._take = own, place, weights, rooms, take
+        self._is_huge = is_huge
         self._coming: tuple[Tensor, Part] | None = None
         self._held: dict[int, tuple[Tensor, Part]] = {}  # what has come and is to be sent on
         self._whole: set[int] = set()
@@ -171,7 +186,11 @@ class RunningMean(Cargo):
         n, place = len(self._weights), self._place
         if under_way and (w := self._weights[place]):
             before = sum(self._weights[(part + step) % n] for step in range(1, (place - part) % n or n))
-            self._held[part][1].values.lerp_(self._own[part].values, w / (before + w))
+            mean, own, v = self._held[part][1].values, self._own[part].values, w / (before + w)
+            if self._is_huge:
+                mean.mul_(1 - v).add_(own, alpha=v)
+            else:
+                mean.lerp_(own, v)
         if not under_way or part == place:
             self._whole.add(part)
         if not under_way and part == (place + 1) % n:
