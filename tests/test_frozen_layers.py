@@ -2,15 +2,16 @@
 
 import copy
 import functools
+from unittest import mock
 
 import pytest
 import torch
 from support.ranks import run_ranks
 from torch import nn
 
-from lightning_cocod.algorithms import ADPSGD, APSGD, CDSGD, EAMSGD, SSDSGD, DistEFSGD, server, two_way
+from lightning_cocod.algorithms import ADPSGD, APSGD, CDSGD, EAMSGD, SSDSGD, DistEFSGD
 from lightning_cocod.algorithms.pushing import Pushing
-from lightning_cocod.comm import PeerLost
+from lightning_cocod.comm import PeerLost, buckets
 from lightning_cocod.compression import TopK
 
 LIMIT = 120.0
@@ -135,13 +136,10 @@ def cut_otherwise(rank, n, name):
     made = fresh(name)
     with made[2]:
         state = copy.deepcopy(made[2].state_dict())
-    before, two_way.BUCKET_BYTES, server.BUCKET_BYTES = two_way.BUCKET_BYTES, 64, 64
     made = fresh(name)
-    try:
-        with made[2], pytest.raises(ValueError, match="a state's buckets are cut otherwise than here"):
-            made[2].load_state_dict(state)
-    finally:
-        two_way.BUCKET_BYTES = server.BUCKET_BYTES = before
+    otherwise = pytest.raises(ValueError, match="a state's buckets are cut otherwise than here")
+    with mock.patch.object(buckets, "BUCKET_BYTES", 64), made[2], otherwise:
+        made[2].load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LinearLR
 
 from lightning_cocod import NonFiniteMessage
 from lightning_cocod.algorithms import SSGD
-from lightning_cocod.algorithms import server as server_module
 from lightning_cocod.algorithms.elementwise import refusal
+from lightning_cocod.comm import buckets
 
 STEPS = 7
 optim = torch.optim
@@ -148,7 +148,7 @@ def with_ssgd(rank, case, steps=range(STEPS), model=None, state=None, watch=lamb
 
 
 def small_buckets():
-    return mock.patch.object(server_module, "BUCKET_BYTES", 256)
+    return mock.patch.object(buckets, "BUCKET_BYTES", 256)
 
 
 def both(rank, n):

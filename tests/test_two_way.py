@@ -23,11 +23,10 @@ from lightning_cocod.algorithms import (
     FlexCompressSGD,
     Randomly,
     WhileSmall,
-    server,
     two_way,
 )
 from lightning_cocod.algorithms.skipping import Never, as_skip
-from lightning_cocod.comm import MessageMismatch, NonFiniteMessage
+from lightning_cocod.comm import MessageMismatch, NonFiniteMessage, buckets
 from lightning_cocod.comm.coded_shards import CodedPush
 from lightning_cocod.compression import CODECS, FP16, QSGD, Identity, Int8, RandomK, ScaledSign, TernGrad, TopK
 
@@ -69,6 +68,7 @@ def flat(tensors):
     return torch.cat([t.detach().double().flatten() for t in tensors])
 
 
+@mock.patch.object(buckets, "BUCKET_BYTES", 256)  # of float64, so that there are six
 def train(
     rank,
     n,
@@ -83,7 +83,6 @@ def train(
     **options,
 ):
     """What a worker sees: x(t), d_i(t), e_i(t) and ẽ(t), flat; and the bytes it has sent."""
-    two_way.BUCKET_BYTES = 256  # of float64, so that there are six buckets
     weights = list(range(1, n + 1)) if unequal else None
     seen = {"x": [], "g": [], "e": [], "ẽ": [], "η": []}
 
@@ -329,9 +328,7 @@ def as_ssgd(rank, n, dtype, sgd, twice):
     identity = {"compression": Identity(), "server_compression": Identity()}
     options = {"dtype": dtype, "sgd": sgd, "twice": twice, "rates": [r or 0.1 for r in RATES]}
     compressed = train(rank, n, **options, **identity)[0]["x"]
-    # In which order a ring adds up depends on the buckets.
-    with mock.patch.object(server, "BUCKET_BYTES", two_way.BUCKET_BYTES):
-        return [compressed, train(rank, n, SSGD, **options)[0]["x"]]
+    return [compressed, train(rank, n, SSGD, **options)[0]["x"]]
 
 
 @pytest.mark.parametrize(("sgd", "twice"), [({}, 1), ({}, 2)])
@@ -398,6 +395,7 @@ def told_to_skip(step, bucket, values):
     return True
 
 
+@mock.patch.object(buckets, "BUCKET_BYTES", 256)
 def bytes_sent(rank, n):
     model = Model()
     rest = {"server_skip": 1.0}
@@ -450,7 +448,6 @@ def test_a_bucket_is_kept_while_its_norm_is_small_beside_that_of_the_last_one_se
 
 def bytes_while_small(rank, n):
     """How many buckets' codes a worker sends by the rule, and how many bytes there are beside; and in which steps."""
-    two_way.BUCKET_BYTES = 2 << 20
     moved = []
     for skip in (1.0, WhileSmall(0.75)):
         parameters = [nn.Parameter(torch.zeros(64)) for _ in range(2)]  # of a group each: a bucket each, the last one first
@@ -509,9 +506,9 @@ def test_one_worker_trains_plainly():
     assert np.array_equal(compressed, plain)
 
 
+@mock.patch.object(buckets, "BUCKET_BYTES", 256)
 def joined(rank, n):
     """A parameter that joins later: residuals of the others are kept, whatever their place."""
-    two_way.BUCKET_BYTES = 256
     model = Model()
     model.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(groups(model), 0.1)
@@ -545,7 +542,6 @@ def test_nothing_is_lost_when_a_parameter_joins():
 
 def with_a_resting_group(rank, n):
     """Three groups of a bucket each; the middle one has a rate of 0. How far x is from what S-SGD makes of it."""
-    two_way.BUCKET_BYTES = 2 << 20
     parameters = [nn.Parameter(torch.zeros(500_000)) for _ in range(3)]
     optimizer = torch.optim.SGD([{"params": [p], "lr": η} for p, η in zip(parameters, (0.1, 0.0, 0.1), strict=True)])
     identity = {"compression": Identity(), "server_compression": Identity(), "overlap": False}
@@ -610,9 +606,9 @@ def test_a_skip_counts_the_steps_of_its_optimizer():
             assert (x - 0.1).abs().max() > 1e-3
 
 
+@mock.patch.object(buckets, "BUCKET_BYTES", 256)
 def frozen(rank, n):
     """What the first layer is while it is frozen, and how much is lost."""
-    two_way.BUCKET_BYTES = 256
     model = Model()
     optimizer = torch.optim.SGD(groups(model), 0.1)
     positions, total, initial = [], 0, flat(model.parameters())

@@ -29,7 +29,6 @@ class Outgoing:
         optimizer: whose parameters x are.
         comm: sends.
         shared: parameters that other optimizers move too: their gradients are kept for those.
-        bucket_bytes: the most of a bucket.
         summed: whether gradients in half precision are kept in float32.
 
     Raises:
@@ -42,7 +41,6 @@ class Outgoing:
         comm: Group,
         shared: Set[nn.Parameter] = frozenset(),
         *,
-        bucket_bytes: int,
         summed: bool = False,
     ) -> None:
         self.optimizer, self.comm = optimizer, comm
@@ -53,7 +51,7 @@ class Outgoing:
             raise TypeError("a parameter has gaps in its memory: make it contiguous before the optimizer is made")
         self.group_of = [groups[p] for p in self.x]
         """The number of each parameter's group."""
-        self.layout = Layout(self.x, bucket_bytes, apart=self.group_of, multiple=comm.world_size)
+        self.layout = Layout(self.x, apart=self.group_of, multiple=comm.world_size)
         self.g = self.layout.buffer(summed=summed)
         self.G = [torch.zeros_like(shard) for shard in self.own(self.g)]
         """This worker's shards of the mean."""

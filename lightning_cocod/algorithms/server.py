@@ -21,7 +21,6 @@ from lightning_cocod.comm.buckets import in_memory_order
 from lightning_cocod.comm.gate import Gate
 
 _log = logging.getLogger(__name__)
-BUCKET_BYTES = 2 << 20  # with 4 MiB steps over 200 Mbit/s are a tenth longer, with 1 MiB those over a loopback a twentieth
 
 
 class Server(Outgoing):
@@ -51,7 +50,7 @@ class Server(Outgoing):
             raise TypeError(
                 f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW{hint}"
             )
-        super().__init__(optimizer, comm, shared, bucket_bytes=BUCKET_BYTES)
+        super().__init__(optimizer, comm, shared)
         self.W = [torch.zeros_like(shard) for shard in self.G]
         """This worker's shards of x."""
         self.parts, self._where = self._cut()

@@ -19,8 +19,6 @@ from lightning_cocod.comm.coded_shards import CodeRows, Coding
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.gate import Gate
 
-BUCKET_BYTES = 2 << 20
-
 
 class Direction(NamedTuple):
     """How one direction compresses, and when it skips."""
@@ -49,7 +47,7 @@ class TwoWay(Outgoing):
     """
 
     def __init__(self, optimizer: SGD, comm: Group, up: Direction, down: Direction) -> None:
-        super().__init__(optimizer, comm, bucket_bytes=BUCKET_BYTES, summed=True)
+        super().__init__(optimizer, comm, summed=True)
         n, rank = comm.world_size, comm.rank
         self.E = [torch.zeros_like(shard) for shard in self.G]
         """ẽ."""

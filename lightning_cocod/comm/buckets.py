@@ -21,7 +21,8 @@ from lightning_cocod.comm.link import memory_of
 from lightning_cocod.comm.norms import norms, total
 
 BUCKET_BYTES = 2 << 20
-"""To hand a bucket over costs the same whatever its size; what is larger than a core's cache is slower to work on."""
+"""To hand a bucket over costs the same whatever its size; what is larger than a core's cache is slower to work on. With
+4 MiB steps of ``ssgd`` over 200 Mbit/s are a tenth longer, with 1 MiB those over a loopback a twentieth."""
 _FEW = 8  # parts of every bucket of a buffer, whose views take next to no memory beside it
 
 
