@@ -98,6 +98,7 @@ def rows(wanted: Sequence[Case], heard: Sequence[Sequence[bytes_measured.Sent]],
         told = [its.counted for its in each if its.counted is not None]
         counted = sum(told) / len(each) if told else None
         written = sum(its.written for its in each) / len(each)
+        case = case._replace(exchanges=sum(its.exchanges for its in each) / len(each))
         table.append(Row(case, sent(case, ranks, shapes), counted, written, all_reduce))
     return table
 

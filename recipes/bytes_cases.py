@@ -20,6 +20,10 @@ PLAIN = [
     Case("ssgd", window=2),
     Case("ssd_sgd", {"period": 4}),
     Case("od_sgd", window=2),
+    Case("a_psgd", window=2),
+    Case("dc_asgd", window=2),
+    Case("eamsgd", {"period": 4}),
+    Case("ad_psgd", {"max_staleness": 1}, window=8),
 ]
 """Whole values."""
 CODED = [
@@ -29,6 +33,7 @@ CODED = [
     Case("compskip_dsgd", {"worker_skip": 2}, window=2),
     Case("compskip_dsgd", {"worker_skip": 2, "server_skip": 2}, window=2),
     Case("compskip_dsgd", {"compression": "topk", "worker_skip": 2}, window=2),
+    Case("ad_psgd", {"max_staleness": 1, "compression": "int8"}, window=8),
 ]
 """Codes by nature, with their default codecs where none is named."""
 RANDOM = Case("compskip_dsgd", {"worker_skip": 0.5}, window=20)

@@ -57,12 +57,14 @@ class Case(NamedTuple):
         options: of the algorithm; ``period``, ``compression`` and what else the formula needs are named.
         window: steps of a whole number of rounds. So many are made first, and so many are measured then.
         shapes: of the parameters, where ``sent`` asks.
+        exchanges: of a worker in a step, where they come when they can: as many as have been counted.
     """
 
     algorithm: str
     options: Mapping[str, Any] = {}
     window: int = 4
     shapes: Shapes = ()
+    exchanges: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.algorithm}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
@@ -78,7 +80,7 @@ class Formula(NamedTuple):
 
     Attributes:
         text: with k = ``period``, b = b(C), b_s = b(C_s), c = ``compress_steps``, σ the share of steps that are sent,
-            d the workers that one sends to.
+            d the workers that one sends to, e the exchanges of a worker in a step.
         bits: of a case, with N ranks.
     """
 
@@ -116,12 +118,17 @@ def _receivers(case: Case, n: int) -> float:
 ROUNDS = Formula("2 s b/8 / k", lambda case, n: 2 * case.codec / case.options["period"])
 NEIGHBOURS = Formula("d · 4 P", lambda case, n: WHOLE * _receivers(case, n) * n / (n - 1))
 EVERY_STEP = Formula("2 s b/8", lambda case, n: 2 * case.codec)
+EXCHANGES = Formula("e · b/8 P", lambda case, n: case.exchanges * case.codec * n / (n - 1))
 
 FORMULAS = {
     "all-reduce": EVERY_STEP,
     **dict.fromkeys(("cocod", "local_sgd", "post_local_sgd", "dc_s3gd", "overlap_local_sgd"), ROUNDS),
     **dict.fromkeys(("slowmo", "diloco", "eager_diloco", "co2", "streaming_diloco"), ROUNDS),
     "pipe_sgd": EVERY_STEP,
+    "ad_psgd": EXCHANGES,
+    "a_psgd": EVERY_STEP,
+    "dc_asgd": EVERY_STEP,
+    "eamsgd": ROUNDS,
     "d_psgd": NEIGHBOURS,
     "sgp": NEIGHBOURS,
     "ssgd": EVERY_STEP,

@@ -7,7 +7,7 @@ import socket
 import stat
 import struct
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,12 @@ from torch import nn
 
 from lightning_cocod import algorithms
 from lightning_cocod.algorithms import Algorithm
+from lightning_cocod.algorithms.asynchronous import Asynchronous
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (getattr(algorithms, name) for name in algorithms.__all__)
-    if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm and not kind.asynchronous
+    if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
 }
 
 
@@ -31,10 +32,12 @@ class Sent(NamedTuple):
     Attributes:
         counted: ``comm/sent_bytes``; nothing where torch.distributed is called directly.
         written: to its connections, with what the transport adds, and acknowledgements of its own.
+        exchanges: of a worker that exchanges with another one whenever it can; else 0.
     """
 
     counted: float | None
     written: float
+    exchanges: float = 0.0
 
 
 def written() -> int:
@@ -58,8 +61,8 @@ def measure(case: Case, model: nn.Module) -> Sent:
     """What this rank sends. Collective, in a process group that is there.
 
     There is no forward and no backward: gradients are random at first, and then what an algorithm leaves of them. The
-    readings are taken at the same phase of rounds, and after the communication thread has done what it has been told, so
-    that the messages between them are whole.
+    readings are taken at the same phase of rounds, and after the communication thread has done what it has been told, or
+    where all workers have come to rest, so that the messages between them are whole.
     """
 
     def gradients() -> None:
@@ -75,7 +78,7 @@ def measure(case: Case, model: nn.Module) -> Sent:
             for p in model.parameters():
                 dist.all_reduce(p.grad)
 
-        return _between(all_reduce, lambda: (0.0, written()), case)._replace(counted=None)
+        return _between(all_reduce, lambda: Sent(0.0, written()), case)._replace(counted=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with ALGORITHMS[case.algorithm](model, optimizer, **case.options) as algo:
 
@@ -83,18 +86,19 @@ def measure(case: Case, model: nn.Module) -> Sent:
             gradients()
             algo.step()
 
-        def reading() -> tuple[float, int]:
-            algo.comm.do(lambda: None, algo.subject("reading")).wait()
-            return algo.metrics()["comm/sent_bytes"], written()
+        def reading() -> Sent:
+            with algo.meeting() if isinstance(algo, Asynchronous) else nullcontext():
+                algo.comm.do(lambda: None, algo.subject("reading")).wait()
+                metrics = algo.metrics()
+                return Sent(metrics["comm/sent_bytes"], written(), metrics.get("algo/exchanges", 0.0))
 
         return _between(step, reading, case)
 
 
-def _between(step: Callable[[], None], reading: Callable[[], tuple[float, int]], case: Case) -> Sent:
+def _between(step: Callable[[], None], reading: Callable[[], Sent], case: Case) -> Sent:
     for _ in range(case.window):
         step()
     begun = reading()
     for _ in range(case.window):
         step()
-    counted, on_wire = ((b - a) / case.window for a, b in zip(begun, reading(), strict=True))
-    return Sent(counted, on_wire)
+    return Sent(*((b - a) / case.window for a, b in zip(begun, reading(), strict=True)))

@@ -18,7 +18,7 @@ from bytes_formulas import Case, sent  # noqa: E402
 from bytes_imagenet import Training  # noqa: E402
 
 from lightning_cocod.compression import CODECS, Int8, PowerSGD, TopK  # noqa: E402
-from lightning_cocod.strategies import STRATEGIES, AsynchronousStrategy  # noqa: E402
+from lightning_cocod.strategies import STRATEGIES  # noqa: E402
 
 RANKS, LIMIT = 2, 900.0  # far above what is needed
 pytestmark = pytest.mark.timeout(LIMIT + 100)
@@ -70,13 +70,15 @@ def test_another_formula_would_be_noticed(table):
     assert not close(ssd_sgd.counted, sent(Case("od_sgd"), RANKS, SHAPES))
     assert not close(cd_sgd.counted, sent(Case("cd_sgd", {"compress_steps": 6}), RANKS, SHAPES))
     assert not close(skips.counted, sent(Case("compskip_dsgd"), RANKS, SHAPES))
+    gossip = row["ad_psgd(max_staleness=1)"]
+    assert gossip.case.exchanges > 0.5
+    assert not close(gossip.counted, sent(gossip.case._replace(exchanges=1.1 * gossip.case.exchanges), RANKS, SHAPES))
     factors = row["cocod(period=4, compression='powersgd')"]
     assert not close(factors.counted, sent(Case("cocod", {"period": 4, "compression": PowerSGD(rank=3)}), RANKS, SHAPES))
 
 
 def test_no_algorithm_and_no_codec_is_left_out():
-    in_step = [strategy for strategy in STRATEGIES if not issubclass(strategy, AsynchronousStrategy)]
-    names = {strategy.registered_name for strategy in in_step}  # of the others messages do not follow from steps
+    names = {strategy.registered_name for strategy in STRATEGIES}
     for which in ("few", "all"):
         assert {case.algorithm for case in bytes_cases.cases(which)} == names | {"all-reduce"}
     assert set(formulas.FORMULAS) == names | {"all-reduce"}

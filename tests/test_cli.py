@@ -219,6 +219,7 @@ def in_process(monkeypatch, tmp_path, capsys):
         ("+trainer.foo=1", "trainer: "),
         ("foo", "missing EQUAL"),
         ("~model", "model"),
+        ("~compression", "strategy.compression is made from compression: leave ~compression out"),
         ("delay.period=0", "strategy: period must be"),
         ("delay.warmup_steps=-1", "strategy: "),
         ("compression=int9", "int9"),
@@ -295,6 +296,22 @@ def test_strategies_have_their_own_codecs_unless_another_one_is_chosen(in_proces
     _, _, [(config, _)] = in_process(*arguments.split())
     chosen = instantiate(config["strategy"]["compression"])
     assert (None if chosen is None else type(chosen).__name__) == codec
+
+
+@pytest.mark.parametrize(
+    ("arguments", "momentum", "rate"),
+    [
+        ("strategy=cocod", 0.9, 0.05),
+        ("strategy=a_psgd", 0.0, 0.02),
+        ("strategy=dc_asgd optimizer.lr=0.01", 0.0, 0.01),
+        ("strategy=a_psgd optimizer=sgd", 0.9, 0.05),
+    ],
+)
+def test_a_server_that_steps_for_every_gradient_has_its_own_optimizer_unless_another_one_is_chosen(
+    in_process, arguments, momentum, rate
+):
+    _, _, [(config, _)] = in_process(*arguments.split())
+    assert (config["optimizer"]["momentum"], config["optimizer"]["lr"]) == (momentum, rate)
 
 
 def test_sweep_is_refused_under_a_launcher(in_process, monkeypatch):

@@ -10,6 +10,8 @@ from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_cocod import compression
 from lightning_cocod.cli.conf_dir import conf_dir
@@ -145,6 +147,23 @@ def test_codes_are_the_same_on_devices_where_numpy_does_nothing(codec, n, monkey
     for name in ("signbit", "packbits", "flatnonzero", "partition", "greater_equal"):
         monkeypatch.setattr(numpy_ops.np, name, None)
     assert torch.equal(pack(codec, x, seeded(1)), with_numpy)
+
+
+@each
+@pytest.mark.parametrize("n", [1, 1003])
+def test_on_cuda_all_of_a_code_is_made_on_the_device(codec, n):
+    """As far as it can be told without one: tensors here have a device, a shape and no values, and may not be mixed."""
+    with FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True)):
+        x = torch.empty(n, device="cuda")
+        code = torch.empty(codec.nbytes(n), dtype=torch.uint8, device="cuda")
+        codec.encode(x, code)
+        codec.decode(code, x)
+
+
+def test_values_on_the_host_among_those_on_a_device_would_be_noticed():
+    """Negative control."""
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="device"):
+        torch.empty(8, device="cuda").add_(torch.empty(8))
 
 
 def test_values_that_require_gradients_have_codes():

@@ -9,7 +9,7 @@ import torch
 from support.ranks import run_ranks
 from torch import nn
 
-from lightning_cocod.algorithms import ADPSGD, APSGD, CDSGD, EAMSGD, SSDSGD, DistEFSGD
+from lightning_cocod.algorithms import ADPSGD, APSGD, CDSGD, EAMSGD, SSDSGD, SSGD, DistEFSGD
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.comm import PeerLost, buckets
 from lightning_cocod.compression import TopK
@@ -167,3 +167,45 @@ def another_layer(rank, n, name):
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_workers_out_of_step_refuse_the_state_of_another_layer(name):
     run_ranks(another_layer, 2, name, timeout=LIMIT)
+
+
+SERVED = {
+    "ssgd": (SSGD, {}),
+    "ssd_sgd": (SSDSGD, {"period": 1, "local_update": "sgd"}),
+    "a_psgd": (APSGD, {}),
+}
+
+
+def frozen_at_a_restart(rank, n, name):
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(5, 5, bias=False) for _ in range(2)]).double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    algorithm, options = SERVED[name]
+    made = model, optimizer, algorithm(model, optimizer, **options)
+    frozen = model[1].weight
+    with made[2]:
+        train(made, rank, [(0, 1)], 0)
+    before = copy.deepcopy(optimizer.state[frozen])
+    assert before["exp_avg"].any()
+
+    def same(state):
+        return state.keys() == before.keys() and all(torch.equal(state[key], value) for key, value in before.items())
+
+    only(model, [0])
+    with made[2]:
+        train(made, rank, [(0,)], 1)
+        shown = made[2].optimizer_state(optimizer)["state"]
+        assert same(shown[1])
+        assert shown[0]["step"] == 2 * before["step"]  # the control: the other layer's goes on
+        saved = copy.deepcopy(made[2].optimizer_state(optimizer))
+        saved["state"][1]["exp_avg"].zero_()
+        optimizer.load_state_dict(saved)
+        assert not made[2].optimizer_state(optimizer)["state"][1]["exp_avg"].any()
+        optimizer.load_state_dict({**saved, "state": shown})
+        train(made, rank, [(0,)], 2)
+    assert same(optimizer.state[frozen])
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_an_optimizer_knows_of_a_layer_that_is_frozen_at_a_restart_is_kept(name):
+    run_ranks(frozen_at_a_restart, 2, name, timeout=LIMIT)

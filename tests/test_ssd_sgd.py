@@ -1,7 +1,9 @@
 """SSD-SGD against its equations, worker by worker and on the server. The quadratics are those of test_cocod."""
 
 import functools
+import time
 from typing import ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,8 +28,10 @@ from test_cocod import (
 )
 from test_cocod import synchronous as ssgd
 from test_cocod import unequal as unequal_weights
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_cocod.algorithms import ODSGD, SSDSGD, SSGD
+from lightning_cocod.algorithms.background_server import BackgroundServer
 from lightning_cocod.algorithms.local_update import DCASGD, GLU, Scales
 from lightning_cocod.algorithms.when import When
 
@@ -493,6 +497,52 @@ def gradients_along(x, n):
 def hardly_ever_pulled(rank, n):
     options = {"local_update": "sgd", "algorithm": SSDSGD, "evaluate": ALL_STEPS}
     return [quadratic(rank, n, period=k, **options) for k in (1000, STEPS - 4)]
+
+
+# How far workers drift apart
+
+
+def running_ahead(rank, n, waits):
+    """The steps whose push rank 0 begins before rank 1 has begun the one before. Without waiting for pushes, rank 1 stands
+    still at its third step until rank 0 is two steps further.
+    """
+    store, ahead = _get_default_store(), []
+    begin, acknowledged = BackgroundServer.begin, BackgroundServer.acknowledged
+
+    def watched(server, subject):
+        t = subject.step
+        if rank == 0:
+            if t > 0 and not store.check([f"begun {t - 1}"]):
+                ahead.append(t)
+            store.set(f"first begun {t}", "")
+        else:
+            while t == 2 and not waits and not store.check(["first begun 4"]):
+                time.sleep(0.01)
+            store.set(f"begun {t}", "")
+        begin(server, subject)
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with SSDSGD(model, optimizer, period=100, local_update="sgd") as algo:
+        waiting = acknowledged if waits or rank == 1 else lambda server: None
+        with (
+            mock.patch.object(BackgroundServer, "begin", watched),
+            mock.patch.object(BackgroundServer, "acknowledged", waiting),
+        ):
+            for _ in range(6):
+                model(torch.ones(1, 3)).sum().backward()
+                algo.step()
+    return ahead
+
+
+def test_a_push_waits_for_the_push_before():
+    """So no worker is more than a step ahead of another one."""
+    assert run_ranks(running_ahead, 2, True, timeout=LIMIT)[0] == []
+
+
+def test_without_that_a_worker_would_run_ahead():
+    """Negative control."""
+    assert run_ranks(running_ahead, 2, False, timeout=LIMIT)[0][:2] == [3, 4]
 
 
 # What is refused

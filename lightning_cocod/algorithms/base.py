@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -18,6 +17,7 @@ from typing_extensions import Self
 from lightning_cocod.algorithms.gradients import average_gradients
 from lightning_cocod.algorithms.heap import keep_freed_memory
 from lightning_cocod.algorithms.loop import StepHooks
+from lightning_cocod.algorithms.mean_model import become_mean, on_device
 from lightning_cocod.algorithms.naming import with_inter_node
 from lightning_cocod.algorithms.node import Sizes, node_average
 from lightning_cocod.algorithms.options import nonfinite
@@ -425,7 +425,7 @@ class Algorithm:
         if left_out:
             members = set(self.x)
             others = [p.detach() for p in self._moved() if p not in members]
-            with self._on_device([*others, *self.replica.buffers()]) as rest:
+            with on_device([*others, *self.replica.buffers()], self.comm.device) as rest:
                 restore(rest, group, left_out, self.subject("repair"))
             self._reset(left_out, "round" if group is self.comm else "mean in their node", group)
 
@@ -504,30 +504,10 @@ class Algorithm:
             fold()
         if self.comm.world_size == 1:
             return ()
-        subject = self.subject(kind, counted=False)
         if self.comm.rank in self.left_out:
             fit = False
-        with self._on_device([p.detach() for p in self._differing()]) as parameters:
-            mean = self.comm.mean_(parameters, self.w, subject, fit=fit)
-            mean.wait()
-        buffers = self.replica.buffers()
-        with self._on_device([b for b in buffers if b.is_floating_point() or b.is_complex()]) as averaged:
-            if averaged:  # not looked at: an attention mask holds -inf rightly
-                fit = self.comm.rank not in mean.left_out
-                self.comm.mean_(averaged, self.w, replace(subject, kind=f"{kind}, buffers"), fit=fit).wait()
-        with self._on_device([b for b in buffers if not (b.is_floating_point() or b.is_complex())]) as counters:
-            if counters:
-                self.comm.broadcast_(counters, replace(subject, kind=f"{kind}, counters")).wait()
-        return mean.left_out
-
-    @contextmanager
-    def _on_device(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-        """The tensors; for those that lie elsewhere, as an average in host memory does, copies that are written back."""
-        here = [t.to(self.comm.device) for t in tensors]
-        yield here
-        for tensor, copy in zip(tensors, here, strict=True):
-            if copy is not tensor:
-                tensor.copy_(copy)
+        parameters, subject = [p.detach() for p in self._differing()], self.subject(kind, counted=False)
+        return become_mean(parameters, self.replica.buffers(), self.comm, self.w, subject, fit=fit)
 
     # A plain loop
 

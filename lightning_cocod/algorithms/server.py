@@ -59,6 +59,7 @@ class Server(Outgoing):
         for part in self.parts:
             self._groups[self.group_of[part.number]].append(part.p)
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._unserved: dict[Tensor, Any] = {}  # whole, of parameters that are not in x: frozen from the start
         self._take_state()
         self.is_serving = False
         """Whether the optimizer has parts in place of parameters."""
@@ -98,14 +99,16 @@ class Server(Outgoing):
     def replace_state(self) -> None:
         """The optimizer has loaded another state, which may be none."""
         self.state.clear()
+        self._unserved.clear()
         self._take_state()
 
     def _take_state(self) -> None:
         """What the optimizer has for whole parameters, at first or as somebody has written it, is cut."""
-        held = self.optimizer.state
+        held, served = self.optimizer.state, set(self.x)
         for part in self.parts:
             if whole := held.get(self.x[part.number]):
                 self.state[part.p] = cut(whole, self.x[part.number], part)
+        self._unserved.update((p, whole) for p, whole in held.items() if p not in served)
         self.optimizer.state = defaultdict(dict)
 
     def members(self) -> list[nn.Parameter]:
@@ -195,4 +198,6 @@ class Server(Outgoing):
 
     def whole_state(self, subject: Subject) -> defaultdict[Tensor, Any]:
         """The optimizer's state as if it had stepped whole parameters. Collective."""
-        return gather(self.parts, self.state, self.x, self.comm, subject)
+        whole = gather(self.parts, self.state, self.x, self.comm, subject)
+        whole.update(self._unserved)
+        return whole

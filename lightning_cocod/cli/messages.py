@@ -8,7 +8,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from lightning_cocod.cli.conf_dir import conf_dir
 
@@ -25,6 +25,9 @@ def option_message(error: HydraException | OmegaConfBaseException, arguments: Se
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+([\w./@]*\w)", text)
     if isinstance(error, ConfigCompositionException) and found:
         return unknown_option(found[1], arguments)
+    found = re.search(r"Interpolation key '(\w+)[^']*' not found", text)
+    if isinstance(error, InterpolationKeyError) and found and any(a.startswith(f"~{found[1]}") for a in arguments):
+        return f"{error.full_key} is made from {found[1]}: leave ~{found[1]} out"
     cause = error.__cause__
     return f"{text} ({str(cause).splitlines()[0]})" if isinstance(cause, OmegaConfBaseException) else text
 

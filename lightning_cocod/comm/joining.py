@@ -54,6 +54,24 @@ def join(
     return members
 
 
+def join_again(address: str, port: int, rank: int, backend: str, timeout: float) -> Members | None:
+    """Where the run is under way without this worker, wait to be let in: as ``join``. Where it begins, nothing is done.
+
+    Args:
+        address: of the store.
+        port: of it.
+        rank: of this worker, which does not host it.
+        backend: of the group.
+        timeout: of its collectives, in seconds.
+    """
+    patience = timedelta(seconds=timeout)
+    store = dist.TCPStore(address, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    members = returning(store, rank)
+    if members is not None:
+        alone(store, backend, timeout)
+    return members
+
+
 def returning(store: Store, rank: int) -> Members | None:
     """This rank at the door of the run that is under way on this store, if one is."""
     root = root_of(store)

@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,8 +32,7 @@ from lightning_cocod.algorithms.naming import with_inter_node
 from lightning_cocod.algorithms.node import Sizes
 from lightning_cocod.algorithms.options import choice, nonfinite, positive
 from lightning_cocod.comm import Communicator, seconds
-from lightning_cocod.comm.default_group import alone
-from lightning_cocod.comm.joining import returning
+from lightning_cocod.comm.joining import join_again
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.members import Members
 from lightning_cocod.strategies import calendar, own_state, parts, refusals
@@ -47,7 +45,7 @@ from lightning_cocod.strategies.own_state import OwnState
 from lightning_cocod.strategies.proportional import EQUAL, PROPORTIONAL, WHOLE_SET, Proportional, is_mean
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
 from lightning_cocod.strategies.randomness import random_state, set_random_state
-from lightning_cocod.strategies.rendezvous import check_master, fresh_part, joining, store_outlives_ranks
+from lightning_cocod.strategies.rendezvous import check_master, join_afresh, joining, store_outlives_ranks
 from lightning_cocod.strategies.replaced import Replaced
 from lightning_cocod.strategies.shard_gradients import ShardGradients, clips
 from lightning_cocod.strategies.stepper import Stepper, users
@@ -212,36 +210,18 @@ class AlgorithmStrategy(DDPStrategy):
         try:
             check_master(*meeting)
             with joining(*meeting):
+                backend = self._get_process_group_backend()
                 if store_outlives_ranks():
-                    self._join_afresh()
+                    device = self.root_device if self.root_device.type != "cpu" else None
+                    join_afresh(backend, self.global_rank, self.world_size, self._process_group_timeout, device)
                 elif self._outlives and self.global_rank > 0:
-                    self._join_again(environment.main_address, environment.main_port)
+                    place = environment.main_address, environment.main_port, self.global_rank
+                    self._members = join_again(*place, backend, self._process_group_timeout)
                 super().setup_distributed()
         except BaseException:
             if isinstance(self._launcher, _SubprocessScriptLauncher):
                 self._launcher.kill(signal.SIGKILL)  # ranks that this one has started would wait for it
             raise
-
-    def _join_afresh(self) -> None:
-        """What Lightning does, in a part of the store in which restarted ranks do not find those that were there before."""
-        size, place = self.world_size, self.global_rank
-        store, _, _ = next(rendezvous("env://", place, size, timeout=self._timeout))
-        torch.distributed.init_process_group(
-            self._get_process_group_backend(),
-            store=fresh_part(store, place, size),
-            rank=place,
-            world_size=size,
-            timeout=self._timeout,
-            device_id=self.root_device if self.root_device.type != "cpu" else None,
-        )
-
-    def _join_again(self, address: str, port: int) -> None:
-        """Where the run is under way without this rank, wait to be let in. Nobody else is in the world group until then."""
-        patience = timedelta(seconds=self._process_group_timeout)
-        store = torch.distributed.TCPStore(address, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
-        self._members = returning(store, self.global_rank)
-        if self._members is not None:
-            alone(store, self._get_process_group_backend(), self._process_group_timeout)
 
     @override
     def setup_environment(self) -> None:

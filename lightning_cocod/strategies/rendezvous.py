@@ -10,9 +10,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _LOOK = 0.05  # seconds between two looks
 
@@ -82,6 +86,22 @@ def joining(address: str, port: int, rank: int, timeout: float) -> Iterator[None
 def store_outlives_ranks() -> bool:
     """Whether torchrun's agent hosts the store: it keeps it, and what is in it, when it restarts the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def join_afresh(backend: str, rank: int, world_size: int, timeout: float, device: torch.device | None) -> None:
+    """What Lightning does, in a part of the store in which restarted ranks do not find those that were there before.
+
+    Args:
+        backend: of the world group.
+        rank: this one.
+        world_size: number of ranks.
+        timeout: of the group's collectives, in seconds.
+        device: to which the group is bound, if to any.
+    """
+    patience = timedelta(seconds=timeout)
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=patience))
+    part = fresh_part(store, rank, world_size)
+    dist.init_process_group(backend, store=part, rank=rank, world_size=world_size, timeout=patience, device_id=device)
 
 
 def fresh_part(store: Store, rank: int, world_size: int) -> Store:
