@@ -322,6 +322,30 @@ def test_options_that_change_little_are_not_left_out(n):
         assert distance(positions(paths(n)[name])[:-1], ssd_sgd(n, **{**HOW[name], **options})[0][:-1]) > 1e-3
 
 
+def with_a_parameter_of_no_use(rank, n, algorithm, **options):
+    """Trained for four steps, and used in the first only by rank 1, then by nobody."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    with algorithm(model, optimizer, **options) as algo:
+        for t in range(4):
+            optimizer.zero_grad()
+            x = torch.full((1, 3), rank + t + 1.0)
+            used = model if rank == 1 and t == 0 else model[:1]
+            sum(layer(x).square().mean() for layer in used).backward()
+            algo.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_in_a_warm_up_what_nobody_uses_rests_as_under_s_sgd():
+    plain, warm_up, delayed = (
+        run_ranks(functools.partial(with_a_parameter_of_no_use, algorithm=algorithm, **options), 2, timeout=LIMIT)[0]
+        for algorithm, options in ((SSGD, {}), (SSDSGD, {"warmup_steps": 9}), (SSDSGD, {"warmup_steps": 1}))
+    )
+    assert all(map(torch.equal, plain, warm_up))
+    assert not torch.equal(plain[2], delayed[2])  # the control: there it counts as a gradient of zero, and weights decay
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_a_warm_up_is_s_sgd_bit_for_bit(n):
     both = paths(n)["all warm-up"], paths(n)["s-sgd"]

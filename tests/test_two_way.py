@@ -16,6 +16,9 @@ from support.ranks import run_ranks
 from torch import nn
 
 from lightning_cocod.algorithms import (
+    CDSGD,
+    ODSGD,
+    SSDSGD,
     SSGD,
     CompSkipDSGD,
     DistEFSGD,
@@ -638,11 +641,11 @@ def test_a_frozen_parameter_rests_and_loses_nothing(n):
     assert (virtual - e + total).abs().max() < TOL
 
 
-def with_a_frozen_group(rank, n):
+def with_a_frozen_group(rank, n, algorithm=DistEFSGD):
     model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
     model[1].requires_grad_(False)
     optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
-    with DistEFSGD(model, optimizer) as algo:
+    with algorithm(model, optimizer) as algo:
         for t in range(6):
             if t == 2:
                 optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -654,8 +657,9 @@ def with_a_frozen_group(rank, n):
         return torch.equal(flat(model[1].parameters()), before)
 
 
-def test_a_group_may_join_frozen():
-    assert run_ranks(with_a_frozen_group, 2, timeout=LIMIT) == [False, False]
+@pytest.mark.parametrize("algorithm", [SSGD, SSDSGD, ODSGD, CDSGD, DistEFSGD], ids=lambda kind: kind.name)
+def test_a_group_may_join_frozen(algorithm):
+    assert run_ranks(with_a_frozen_group, 2, algorithm, timeout=LIMIT) == [False, False]
 
 
 class Owner(nn.Linear):

@@ -86,7 +86,7 @@ class ArrivalServer(Server):
             part.p.grad = None if part.number in absent else gradient
         self._twin.param_groups = [
             {**own, **_as(own, theirs), "params": params}
-            for own, theirs, params in zip(self._own_options, options, self._groups, strict=True)
+            for own, theirs, params in zip(self._own_options, options, self._groups, strict=False)  # one may have come
         ]
         self._twin.step()
 

@@ -89,8 +89,20 @@ class BackgroundServer(Server):
             self._pull.wait(counted=counted)
             self._pull = None
 
-    def serve(self, subject: Subject) -> None:
-        """W ← async W + U(G), with the optimizer's options as they are now, after the push that has begun."""
+    def unused(self, subject: Subject) -> set[int]:
+        """Parameters that no worker has had a gradient of, by number. Collective; waits for the push that has begun."""
+        assert self.push is not None
+        self.push.wait()
+        there = self.present(subject) if self.push.lacking else []
+        return {number for number, is_there in enumerate(there) if not is_there}
+
+    def serve(self, subject: Subject, resting: Set[int]) -> None:
+        """W ← async W + U(G), with the optimizer's options as they are now, after the push that has begun.
+
+        Args:
+            subject: of what is done.
+            resting: parameters that do not step, by number.
+        """
         self._pushed, self.push, clipping = self.push, None, self.clipping
         self._since += 1
         if self.optimizer.state:  # it has been loaded
@@ -98,7 +110,6 @@ class BackgroundServer(Server):
             self._take_state()
         groups = self.optimizer.param_groups
         options = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
-        resting = self.resting()
         square = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
 
         def measure() -> None:
@@ -111,7 +122,7 @@ class BackgroundServer(Server):
         def step() -> None:
             for part, gradient in zip(self.parts, self._gradients, strict=True):
                 part.p.grad = None if part.number in resting else gradient
-            served = zip(options, self._groups, strict=True)
+            served = zip(options, self._groups, strict=False)  # a group that has just come has nothing here
             self._twin.param_groups = [{**group, "params": params} for group, params in served]
             if clipping.max_norm is not None:
                 own = [part.p for part in self.parts]

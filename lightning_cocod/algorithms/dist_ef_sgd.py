@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from inspect import unwrap
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from lightning_cocod.algorithms.options import is_sgd
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.algorithms.skipping import Never
 from lightning_cocod.algorithms.two_way import Direction, TwoWay
@@ -84,7 +84,7 @@ class DistEFSGD(Pushing):
                 "the learning rate or clip gradients"
             )
         for opt in self.optimizers:
-            if not isinstance(opt, SGD) or unwrap(type(opt).step) is not unwrap(SGD.step):  # torch wraps it when one is made
+            if not is_sgd(opt):
                 raise ValueError(f"{self.name} is a way of doing SGD, and needs torch.optim.SGD, not {type(opt).__name__}")
         members = [p for opt in self.optimizers for group in opt.param_groups for p in group["params"]]
         if len(set(members)) < len(members):

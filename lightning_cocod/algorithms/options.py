@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from inspect import unwrap
+
+from torch.optim import SGD, Optimizer
 
 from lightning_cocod.options import above_zero, below_one, choice, flag, nonnegative, share, whole
 
-__all__ = ["above_zero", "below_one", "choice", "flag", "nonfinite", "nonnegative", "positive", "share", "whole"]
+__all__ = ["above_zero", "below_one", "choice", "flag", "is_sgd", "nonfinite", "nonnegative", "positive", "share", "whole"]
 
 
 def nonfinite(value: object) -> bool:
@@ -17,6 +20,11 @@ def nonfinite(value: object) -> bool:
         ValueError: neither "raise" nor "skip".
     """
     return choice("on_nonfinite", value, ("raise", "skip")) == "skip"
+
+
+def is_sgd(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps as torch's SGD does."""
+    return isinstance(optimizer, SGD) and unwrap(type(optimizer).step) is unwrap(SGD.step)  # torch wraps it when one is made
 
 
 def positive(weights: Sequence[float] | None, world_size: int | None = None) -> list[float] | None:

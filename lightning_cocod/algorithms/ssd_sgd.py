@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.background_server import BackgroundServer, Clipping
 from lightning_cocod.algorithms.local_update import GLU, LocalUpdate, Scales, as_local_update
-from lightning_cocod.algorithms.options import choice
+from lightning_cocod.algorithms.options import choice, is_sgd
 from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.repair import restore
 from lightning_cocod.algorithms.ssgd import SSGD
@@ -39,7 +39,7 @@ class SSDSGD(SSGD):
 
     The user's optimizer steps in the communication thread, on this worker's shard, with the rates that its groups had when
     the step was told; clipping is done to the mean gradient as under DDP, and to the worker's own before its local update.
-    A parameter without a gradient counts as one with a gradient of zero; one that is frozen, and has none, rests. With
+    After the warm-up a parameter without a gradient counts as one with a gradient of zero; a frozen one without rests. With
     ``on_nonfinite="skip"`` a worker whose gradient is not finite is left out of the mean, and counts it as zero itself.
     Memory beyond the parameters, gradients and
     optimizer, whose state is N times smaller: the gradients that are pushed, P, the base of an earlier step, and shards.
@@ -100,7 +100,7 @@ class SSDSGD(SSGD):
                 f"{self.name} needs optimizers without a parameter in common: its server would have two values of it"
             )
         for opt in self.optimizers:
-            if self.local_update.needs_sgd and not isinstance(opt, torch.optim.SGD):
+            if self.local_update.needs_sgd and not is_sgd(opt):
                 raise ValueError(
                     f"local_update='glu' reads gradients off the movement of weights and needs SGD, not "
                     f"{type(opt).__name__}: choose sgd, dc_asgd or dc_asgd_a"
@@ -165,8 +165,10 @@ class SSDSGD(SSGD):
         return super().step(update, scaler=scaler)
 
     def _advance(self, server: BackgroundServer) -> None:
-        server.serve(self.subject("server's step"))
-        if self.when.synchronous(self.t):
+        synchronous = self.when.synchronous(self.t)
+        resting = server.unused(self.subject("gradients present")) if synchronous else server.resting()
+        server.serve(self.subject("server's step"), resting)
+        if synchronous:
             server.pull_now(self.subject("parameters"))
             self.local_update.begin(server.x)
         else:

@@ -103,9 +103,9 @@ class Coded:
         self.of[bucket] = self.rows.get("all", bucket, (self.n, 1), device).flatten().nonzero().flatten().tolist()
         return True
 
-    def encode(self, bucket: int, shard: int, values: Tensor, code: Tensor, decoded: Tensor) -> None:
-        """code ← C(v) ; v ← v − C(v)."""
-        self.how.encode(values, code, (self.step, bucket, shard), self.rank)
+    def encode(self, bucket: int, shard: int, values: Tensor, code: Tensor, decoded: Tensor, encoder: int) -> None:
+        """code ← C(v) ; v ← v − C(v). A codec that draws does so for the shard and the encoder."""
+        self.how.encode(values, code, (self.step, bucket, shard), encoder)
         values.sub_(self.how.decode(code, decoded))
 
     def exchange(self, bucket: int, sent: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -175,7 +175,7 @@ class CodedPush(Push):
         if coded.rank in coded.of[bucket]:
             rows = zip(_real(self._g[bucket]).view(self._n, -1), sent, _real(scratch).view(self._n, -1), strict=True)
             for shard, (values, code, decoded) in enumerate(rows):
-                coded.encode(bucket, shard, values, code, decoded)
+                coded.encode(bucket, shard, values, code, decoded, coded.rank)
         return coded.exchange(bucket, sent, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
@@ -242,7 +242,8 @@ class CodedPull(Collective):
         coded, q = self._coded, _real(self._q[bucket])
         sent = coded.rows.get("sent", bucket, (coded.n, coded.code_sizes[bucket]), scratch.device)
         if coded.rank in coded.of[bucket]:
-            coded.encode(bucket, coded.rank, q, sent[0], _real(scratch)[: q.numel()])
+            encoder = coded.n  # other draws than in this worker's push, of which q already is made
+            coded.encode(bucket, coded.rank, q, sent[0], _real(scratch)[: q.numel()], encoder)
             sent[1:] = sent[0]
         return coded.exchange(bucket, sent, group)
 

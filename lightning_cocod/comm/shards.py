@@ -60,6 +60,7 @@ class Push(Collective):
     They are added up on their way round a ring or, where there is none, by the owner of a shard, in the same order. Buckets
     set out as their gate opens, while others are still being computed. So whether g is finite is known only in the end, and
     told in a second header. Where workers that are not are to be left out, all is sent once more; they send zeros then.
+    Over NCCL as well it is an all-to-all, which carries as many bytes as a reduce-scatter, whose order of sums nobody knows.
 
     Args:
         g: this worker's part.
