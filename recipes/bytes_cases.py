@@ -23,7 +23,7 @@ PLAIN = [
     Case("a_psgd", window=2),
     Case("dc_asgd", window=2),
     Case("eamsgd", {"period": 4}),
-    Case("ad_psgd", {"max_staleness": 1}, window=8),
+    Case("ad_psgd", window=4),
 ]
 """Whole values."""
 CODED = [
@@ -33,7 +33,7 @@ CODED = [
     Case("compskip_dsgd", {"worker_skip": 2}, window=2),
     Case("compskip_dsgd", {"worker_skip": 2, "server_skip": 2}, window=2),
     Case("compskip_dsgd", {"compression": "topk", "worker_skip": 2}, window=2),
-    Case("ad_psgd", {"max_staleness": 1, "compression": "int8"}, window=8),
+    Case("ad_psgd", {"compression": "int8"}, window=4),
 ]
 """Codes by nature, with their default codecs where none is named."""
 RANDOM = Case("compskip_dsgd", {"worker_skip": 0.5}, window=20)

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
@@ -16,13 +17,14 @@ from bytes_formulas import Case
 from torch import nn
 
 from lightning_cocod import algorithms
-from lightning_cocod.algorithms import Algorithm
+from lightning_cocod.algorithms import ADPSGD, Algorithm
 from lightning_cocod.algorithms.asynchronous import Asynchronous
+from lightning_cocod.comm.topology import is_active
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.name: kind
     for kind in (getattr(algorithms, name) for name in algorithms.__all__)
-    if isinstance(kind, type) and issubclass(kind, Algorithm) and kind is not Algorithm
+    if isinstance(kind, type) and issubclass(kind, Algorithm) and hasattr(kind, "name")
 }
 
 
@@ -85,6 +87,8 @@ def measure(case: Case, model: nn.Module) -> Sent:
         def step() -> None:
             gradients()
             algo.step()
+            if isinstance(algo, ADPSGD):
+                _let_exchange(algo)
 
         def reading() -> Sent:
             with algo.meeting() if isinstance(algo, Asynchronous) else nullcontext():
@@ -93,6 +97,13 @@ def measure(case: Case, model: nn.Module) -> Sent:
                 return Sent(metrics["comm/sent_bytes"], written(), metrics.get("algo/exchanges", 0.0))
 
         return _between(step, reading, case)
+
+
+def _let_exchange(algo: ADPSGD) -> None:
+    """Until this worker's exchange is over, if it is one that asks: without passes, steps are too short for any."""
+    while is_active(algo.comm.rank) and algo.gossip.exchanges < algo.t:
+        algo.gossip.check()
+        time.sleep(0.001)
 
 
 def _between(step: Callable[[], None], reading: Callable[[], Sent], case: Case) -> Sent:

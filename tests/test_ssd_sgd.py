@@ -566,7 +566,7 @@ def test_a_push_waits_for_the_push_before():
 
 def test_without_that_a_worker_would_run_ahead():
     """Negative control."""
-    assert run_ranks(running_ahead, 2, False, timeout=LIMIT)[0][:2] == [3, 4]
+    assert run_ranks(running_ahead, 2, False, timeout=LIMIT)[0][-1] >= 4
 
 
 # What is refused
