@@ -302,7 +302,7 @@ def test_strategies_have_their_own_codecs_unless_another_one_is_chosen(in_proces
     ("arguments", "momentum", "rate"),
     [
         ("strategy=cocod", 0.9, 0.05),
-        ("strategy=a_psgd", 0.0, 0.02),
+        ("strategy=a_psgd", 0.0, 0.05),
         ("strategy=dc_asgd optimizer.lr=0.01", 0.0, 0.01),
         ("strategy=a_psgd optimizer=sgd", 0.9, 0.05),
     ],

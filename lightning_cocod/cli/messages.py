@@ -25,11 +25,17 @@ def option_message(error: HydraException | OmegaConfBaseException, arguments: Se
     found = re.search(r"Could not (?:override|append to config|delete from config)\W+([\w./@]*\w)", text)
     if isinstance(error, ConfigCompositionException) and found:
         return unknown_option(found[1], arguments)
-    found = re.search(r"Interpolation key '(\w+)[^']*' not found", text)
-    if isinstance(error, InterpolationKeyError) and found and any(a.startswith(f"~{found[1]}") for a in arguments):
-        return f"{error.full_key} is made from {found[1]}: leave ~{found[1]} out"
     cause = error.__cause__
     return f"{text} ({str(cause).splitlines()[0]})" if isinstance(cause, OmegaConfBaseException) else text
+
+
+def value_message(error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
+    """What is wrong with a value that the configuration has, or has no more."""
+    line = str(error).splitlines()[0]
+    found = re.search(r"Interpolation key '(\w+)[^']*' not found", line)
+    if isinstance(error, InterpolationKeyError) and found and f"~{found[1]}" in arguments:
+        return f"{error.full_key} is made from {found[1]}: leave ~{found[1]} out"
+    return line
 
 
 def unknown_option(key: str, arguments: Sequence[str]) -> str:

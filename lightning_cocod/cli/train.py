@@ -17,7 +17,7 @@ from lightning_cocod.cli.build import check
 from lightning_cocod.cli.conf_dir import conf_dir
 from lightning_cocod.cli.job import train
 from lightning_cocod.cli.launch import RankError, launch
-from lightning_cocod.cli.messages import option_message
+from lightning_cocod.cli.messages import option_message, value_message
 from lightning_cocod.cli.notices import unused_options
 from lightning_cocod.cli.quiet import quiet
 from lightning_cocod.cli.ranks import devices, global_rank, one_machine, started_by_launcher
@@ -68,7 +68,7 @@ def job(cfg: DictConfig) -> float | None:
         _complain(str(error))
         summary, code = {"error": str(error)}, WRONG_INPUT
     except OmegaConfBaseException as error:  # a group taken away with ~, an interpolation to nowhere
-        message = str(error).splitlines()[0]
+        message = value_message(error, overrides)
         _complain(message)
         summary, code = {"error": message}, WRONG_INPUT
     except RankError as error:
