@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cocod.comm import fence as fence_module
 from lightning_cocod.comm.fence import Fence, Identity
 
 LIMIT = 20.0
@@ -59,27 +58,6 @@ def test_a_process_whose_id_belongs_to_another_one_now_is_gone(sleeper):
     assert not Fence().is_gone(identity)
     assert Fence().is_gone(identity._replace(born=identity.born - 1))
     assert Fence().is_gone(identity._replace(pid=2**22 + 1))
-
-
-def test_a_process_that_runs_is_looked_for_once(monkeypatch):
-    process = subprocess.Popen(["sleep", "1000"])
-    born = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()[START])
-    identity = Identity.of_this_process()._replace(pid=process.pid, born=born)
-    looks, genuine = [], fence_module._status
-    monkeypatch.setattr(fence_module, "_status", lambda pid: looks.append(pid) or genuine(pid))
-    open_before, fence = len(os.listdir("/proc/self/fd")), Fence()
-    looks.clear()
-    for _ in range(3):
-        assert not fence.is_gone(identity)
-    assert looks == [process.pid]
-    process.kill()
-    assert eventually(lambda: fence.is_gone(identity))  # nobody has asked for its exit code yet
-    process.wait()
-    assert fence.is_gone(identity)
-    assert looks == [process.pid]
-    fence.close()
-    assert len(os.listdir("/proc/self/fd")) == open_before
-    assert fence.is_gone(identity)
 
 
 def test_a_process_never_ends_itself():

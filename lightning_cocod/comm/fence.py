@@ -7,7 +7,6 @@ the same host end it. They may do that only to exactly the process that it has s
 from __future__ import annotations
 
 import os
-import select
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -51,41 +50,18 @@ def _status(pid: int) -> _Status | None:
     return _Status(fields[0], int(fields[19]))
 
 
-def _has_ended(handle: int) -> bool:
-    look = select.poll()
-    look.register(handle, select.POLLIN)
-    return bool(look.poll(0))
-
-
 class Fence:
     """What this process may know of, and do to, the processes of its peers: those on its own host only."""
 
     def __init__(self) -> None:
         self.me = Identity.of_this_process()
-        self._handles: dict[Identity, int] = {}  # of processes that run: to ask one costs next to nothing
 
     def is_gone(self, process: Identity) -> bool:
         """Whether a process of this host has ended. False for one of another host: nothing is known about it."""
         if not self._is_near(process):
             return False
-        if process not in self._handles:
-            with suppress(OSError):  # it has ended, or the system has no handles
-                self._handles[process] = os.pidfd_open(process.pid)
-            status = _status(process.pid)  # of what the handle holds, if that runs
-            if status is None or status.born != process.born or status.state in "ZX":
-                self._let_go(process)
-                return True
-        return process in self._handles and _has_ended(self._handles[process])
-
-    def close(self) -> None:
-        """Let go of all processes. Idempotent."""
-        for process in list(self._handles):
-            self._let_go(process)
-
-    def _let_go(self, process: Identity) -> None:
-        handle = self._handles.pop(process, None)
-        if handle is not None:
-            os.close(handle)
+        status = _status(process.pid)
+        return status is None or status.born != process.born or status.state in "ZX"
 
     def is_stopped(self, process: Identity) -> bool:
         """Whether a process of this host is stopped, by a signal or by a debugger."""

@@ -145,7 +145,6 @@ class Heartbeat:
             self._note = self._compose()
         with contextlib.suppress(RuntimeError):  # the store may be gone: then nobody is left to read it
             self._publish()
-        self._fence.close()
 
     def _beat(self) -> None:
         seen: dict[int, tuple[int, float]] = {}
