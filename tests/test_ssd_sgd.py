@@ -30,9 +30,9 @@ from test_cocod import synchronous as ssgd
 from test_cocod import unequal as unequal_weights
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_cocod.algorithms import ODSGD, SSDSGD, SSGD
+from lightning_cocod.algorithms import GLU, ODSGD, SSDSGD, SSGD, DelayCompensation
 from lightning_cocod.algorithms.background_server import BackgroundServer
-from lightning_cocod.algorithms.local_update import DCASGD, GLU, Scales
+from lightning_cocod.algorithms.local_update import Scales
 from lightning_cocod.algorithms.when import When
 
 SIZES = [2, 4]
@@ -151,7 +151,7 @@ class Interrupted(When):
 
 
 ALL_STEPS = tuple(range(STEPS))
-M = {"local_update": DCASGD(λ=2.0, adaptive=True, m=0.9)}
+M = {"local_update": DelayCompensation(λ=2.0, adaptive=True, m=0.9)}
 CONFIGURATIONS = {
     "k1": {"period": 1},
     "k3": {"period": 3},
@@ -461,7 +461,7 @@ def test_what_is_read_off_the_movement_of_a_server_without_momentum_is_the_mean_
     assert torch.equal(update.before[p], W)  # pre is the pull, from now on
 
 
-@pytest.mark.parametrize("update", [GLU(), DCASGD()])
+@pytest.mark.parametrize("update", [GLU(), DelayCompensation()])
 def test_the_base_of_a_step_with_a_rate_of_zero_is_known_later(update):
     p, P = torch.nn.Parameter(torch.zeros(3)), torch.ones(3)
     update.begin([p])
@@ -566,13 +566,13 @@ def test_options_are_refused_in_one_line():
         with pytest.raises(ValueError, match="must be a number of at least 0"):
             GLU(**wrong)
     with pytest.raises(ValueError, match="m must be less than 1"):
-        DCASGD(m=1.0)
+        DelayCompensation(m=1.0)
     assert SSDSGD(model, adam, local_update="sgd").local_update.needs_sgd is False
 
 
 def test_an_update_that_is_given_twice_has_two_memories_and_begins_anew():
     model = torch.nn.Linear(2, 2)
-    given = DCASGD(adaptive=True, m=0.5)
+    given = DelayCompensation(adaptive=True, m=0.5)
     one, two = (SSDSGD(model, torch.optim.SGD(model.parameters(), 0.1), local_update=given).local_update for _ in range(2))
     x = list(model.parameters())
     for update in (one, given):
