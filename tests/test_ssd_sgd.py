@@ -54,15 +54,17 @@ def ssd_sgd(
     weight_decay=0.0,
     lr=LR,
     clip=None,
+    branch=False,
     fault=None,
 ):
     """x_i(t) and W(t), t = 0 … STEPS. k is a number or a schedule; `synchronous` are the steps of S-SGD. lr and weight_decay
-    are numbers or have one for each element.
+    are numbers or have one for each element. With a `branch` only worker t mod 2 has a gradient of the last elements.
 
     What must not match: `fault` "early" uses a pull in the step that launches it, "late" a step later, "stale pull" leaves
     out the last push, "pre first" refreshes pre before the local update, "ĝ at once" reads it off before a pull, "round's k"
     divides by the length of the round that begins with it, "pull kept" has a base that is older than a synchronous step,
-    "local only" and "server only" clip one of the two gradients, "first group" has the first element's options locally.
+    "local only" and "server only" clip one of the two gradients, "first group" has the first element's options locally;
+    where a gradient is missing "all" have one, "those who have one" are those whose mean it is, and "rests" moves nothing.
     """
     w = normalised(np.ones(n) if w is None else w)
     H, b = problems(n)
@@ -78,8 +80,10 @@ def ssd_sgd(
         path.append(x)
         server.append(W)
         g = gradients(x, H, b)
-        older = W
-        mean = w @ g
+        older, lacks = W, np.zeros((n, len(X0)), bool)
+        lacks[:, BRANCH:] = branch and (np.arange(n) != t % 2)[:, None]
+        g = g if fault == "all" else np.where(lacks, 0, g)
+        mean = w @ g / (w @ ~lacks if fault == "those who have one" else 1)
         v = momentum * v + (mean if fault == "local only" else clipped(mean, clip)) + weight_decay * W
         W = W - server_lr * v
         g = g if fault == "server only" else clipped(g, clip)
@@ -110,6 +114,7 @@ def ssd_sgd(
             d = s * (g + λ * g * g * (base - before)) + wd * base
         if every_step or pulled is not None:
             pre = base
+        d = np.where(lacks, 0, d) if fault == "rests" else d
         before, x = base, base - lr * d
         pulled, P = (P, None) if fault == "late" else (None, None)
         if due:
@@ -118,6 +123,8 @@ def ssd_sgd(
     return np.stack(path), np.stack(server)
 
 
+BRANCH = 2
+"""The number of the first element of those that a step may leave out."""
 CLIP = 0.5
 
 
@@ -279,24 +286,29 @@ def test_clipping_is_done_to_the_mean_and_to_the_own_gradient(n, name):
 TWO_GROUPS = {"lr": np.repeat([LR, LR / 4], [2, 3]), "weight_decay": np.repeat([0.01, 0.3], [2, 3])}
 
 
-def in_two_groups(rank, n, **options):
-    """x before every step: one problem, whose elements are two parameters, in a group each."""
+def in_two_groups(rank, n, algorithm=SSDSGD, *, branch=False, **options):
+    """x before every step: one problem, whose elements are two parameters, in a group each.
+
+    With a `branch` only worker t mod 2 has a gradient of the second one.
+    """
     H, b = map(torch.tensor, problem(rank))
-    model = torch.nn.ParameterList(torch.nn.Parameter(torch.tensor(part)) for part in (X0[:2], X0[2:]))
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.tensor(part)) for part in (X0[:BRANCH], X0[BRANCH:]))
     groups = [{"params": [p], **{key: float(of[3 * i]) for key, of in TWO_GROUPS.items()}} for i, p in enumerate(model)]
     optimizer, path = torch.optim.SGD(groups, momentum=0.9), []
-    with SSDSGD(model, optimizer, **options) as algo:
-        for _ in range(STEPS):
-            x = torch.cat(list(model))
+    with algorithm(model, optimizer, **options) as algo:
+        for t in range(STEPS):
+            lacks = branch and rank != t % 2
+            x = torch.cat([model[0], model[1].detach() if lacks else model[1]])
             path.append(x.detach().numpy().copy())
             optimizer.zero_grad()
             (0.5 * (x - b) @ H @ (x - b)).backward()
+            assert (model[1].grad is None) == lacks
             algo.step()
     return np.stack(path)
 
 
-def all_in_two_groups(rank, n):
-    return {local: in_two_groups(rank, n, period=3, local_update=local) for local in ("glu", "dc_asgd")}
+def all_in_two_groups(rank, n, branch=False):
+    return {local: in_two_groups(rank, n, branch=branch, period=3, local_update=local) for local in ("glu", "dc_asgd")}
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -307,6 +319,17 @@ def test_every_group_has_its_own_rate_and_weight_decay_in_the_local_update_too(n
         found = np.stack([rank[local] for rank in ranks], axis=1)
         assert distance(found, equations(**TWO_GROUPS)[0][:-1]) < TOL
         assert distance(found, equations(**TWO_GROUPS, fault="first group")[0][:-1]) > 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_gradient_that_a_worker_lacks_counts_as_zero(n):
+    ranks = run_ranks(all_in_two_groups, n, True, timeout=LIMIT)
+    for local in ranks[0]:
+        equations = functools.partial(ssd_sgd, n, 3, local=local, momentum=0.9, branch=True, **TWO_GROUPS)
+        found = np.stack([rank[local] for rank in ranks], axis=1)
+        assert distance(found, equations()[0][:-1]) < TOL
+        for fault in ("all", "those who have one", "rests"):
+            assert distance(found, equations(fault=fault)[0][:-1]) > 1e-3, fault
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -51,8 +51,8 @@ class Model(nn.Module):
         )
         self.last.data = self.last.data.t().contiguous().t()
 
-    def forward(self, x):
-        return (torch.tanh(x @ self.first.t() + self.bias) @ self.last.t()).square().mean()
+    def forward(self, x, first=True):
+        return (torch.tanh((x @ self.first.t() if first else 0) + self.bias) @ self.last.t()).square().mean()
 
 
 def groups(model, **options):
@@ -62,6 +62,10 @@ def groups(model, **options):
 def data(rank, t, dtype=torch.float64):
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * rank + t), dtype=torch.float64)
     return (x + 0.3 * rank).to(dtype)
+
+
+def or_zeros(p, g):
+    return torch.zeros_like(p) if g is None else g
 
 
 def flat(tensors):
@@ -80,11 +84,15 @@ def train(
     resume_at=None,
     dtype=torch.float64,
     twice=1,
+    branch=False,
     **options,
 ):
-    """What a worker sees: x(t), d_i(t), e_i(t) and ẽ(t), flat; and the bytes it has sent."""
+    """What a worker sees: x(t), g_i(t) and where there is one, e_i(t) and ẽ(t), flat; and the bytes it has sent.
+
+    With a `branch` only worker t mod 2 uses the first matrix.
+    """
     weights = list(range(1, n + 1)) if unequal else None
-    seen = {"x": [], "g": [], "e": [], "ẽ": [], "η": []}
+    seen = {"x": [], "g": [], "there": [], "e": [], "ẽ": [], "η": []}
 
     def fresh():
         model = Model(dtype)
@@ -100,13 +108,16 @@ def train(
             seen["η"].append(rates_of(model, optimizer))
             seen["x"].append(flat(model.parameters()))
             optimizer.zero_grad()
+            first = not branch or rank == t % 2
             for i in range(twice - 1):
                 with algo.no_sync():
-                    (model(data(rank, 100 * i + t, dtype)) / twice).backward()
-            loss = model(data(rank, t, dtype)) / twice
-            gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-            before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-            seen["g"].append(flat([a + b for a, b in zip(gradients, before, strict=True)]))
+                    (model(data(rank, 100 * i + t, dtype), first) / twice).backward()
+            loss = model(data(rank, t, dtype), first) / twice
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            both = list(zip(parameters, gradients, strict=True))
+            seen["g"].append(flat([or_zeros(p, g) + or_zeros(p, p.grad) for p, g in both]))
+            seen["there"].append(flat([torch.full_like(p, g is not None) for p, g in both]))
             loss.backward()
             algo.step()
             for one in algo.servers.values():
@@ -145,10 +156,10 @@ def weights(n, unequal):
 def d(run, momentum=0.0, weight_decay=0.0, nesterov=False):
     """What SGD makes of a worker's gradients, all steps: weight decay, then momentum."""
     m, made = 0, []
-    for g, x in zip(run["g"], run["x"], strict=False):  # x has the end as well
+    for g, there, x in zip(run["g"], run["there"], run["x"], strict=False):  # x has the end as well
         g = g + weight_decay * x
-        m = momentum * m + g
-        made.append(g + momentum * m if nesterov else m)
+        m = np.where(there, momentum * m + g, m)
+        made.append(np.where(there, g + momentum * m if nesterov else m, 0))
     return np.stack(made)
 
 
@@ -202,7 +213,10 @@ CONFIGURATIONS = {
     "nesterov": {**CODED["qsgd"], **SKIPS["randomly"], "rates": RATES, "sgd": NESTEROV, "unequal": True},
     "unrelated rates": {**CODED["topk up"], "rates": UNRELATED, "unequal": True},
     "unrelated rates, skipped": {**SKIPS["randomly"], "rates": UNRELATED, "sgd": HEAVY, "unequal": True},
+    "a branch": {**CODED["topk up"], "rates": RATES, "branch": True},
+    "a branch, nesterov": {**SKIPS["randomly"], "rates": RATES, "sgd": NESTEROV, "unequal": True, "branch": True},
     "dist_ef": {"algorithm": DistEFSGD, "rates": RATES},
+    "dist_ef, a branch": {"algorithm": DistEFSGD, "rates": RATES, "sgd": HEAVY, "branch": True},
     "flex": {"algorithm": FlexCompressSGD, "rates": RATES},
     "half": {"algorithm": DistEFSGD, "dtype": torch.bfloat16},
 }
@@ -239,6 +253,16 @@ def check(found, unequal=False, sgd=None, *, lossless=False):
     if not lossless:
         assert max(np.abs(run["e"]).max() for run in found) > 1e-4  # there is something that could have been lost
         assert error(found, weigh=weights(len(found), not unequal), sgd=sgd) > 1e-6
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_worker_that_does_not_use_a_parameter_adds_nothing_to_it_and_others_do(n):
+    for name in ("a branch, nesterov", "dist_ef, a branch"):
+        unequal, sgd = (CONFIGURATIONS[name].get(option) for option in ("unequal", "sgd"))
+        decayed = [{**run, "there": np.ones_like(run["there"])} for run in runs(n)[name]]  # a gradient of 0, as SGD takes it
+        assert error(decayed, unequal, sgd=sgd) > 1e-4
+    first = runs(n)["dist_ef, a branch"][0]["x"][:, :35]
+    assert [not np.array_equal(*pair) for pair in itertools.pairwise(first)] == [η > 0 for η in RATES]
 
 
 def every_codec(rank, n):
@@ -389,6 +413,8 @@ def test_where_the_server_always_skips_x_rests_and_its_residual_grows(n):
 
 
 # Bytes
+        assert np.abs(path[-1] - averaged).max() > 1e-3
+        assert np.abs(changing[-1] - of_other_rates).max() > 1e-3  # each gradient has the rate of its own step there
 
 
 def told_to_skip(step, bucket, values):
@@ -519,7 +545,7 @@ def joined(rank, n):
                 model.bias.requires_grad_(True)
             optimizer.zero_grad()
             model(data(rank, t)).backward()
-            g = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+            g = flat([or_zeros(p, p.grad) for p in model.parameters()])
             η = rates_of(model, optimizer)
             total += η * g
             algo.step()
@@ -617,7 +643,7 @@ def frozen(rank, n):
             model.first.requires_grad_(not 4 <= t < 9)
             optimizer.zero_grad()
             model(data(rank, t)).backward()
-            g = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+            g = flat([or_zeros(p, p.grad) for p in model.parameters()])
             total += rates_of(model, optimizer) * g
             algo.step()
             positions.append(flat([model.first]))
