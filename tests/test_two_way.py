@@ -377,15 +377,19 @@ def test_momentum_and_weight_decay_are_those_of_sgd(sgd):
         assert np.abs(compressed - plain).max() < 2e-6  # Σ w (μ m) and μ Σ w m are rounded in another order
 
 
-def skipping_all(rank, n):
-    """Everybody sends every third step: the same as three gradients added up."""
-    identity = {"compression": Identity(), "server_compression": Identity(), "worker_skip": 3}
-    path = train(rank, n, dtype=torch.float32, **identity)[0]
+CHANGING = [0.1, 0.1, 0.05, 0.08, 0.02, 0.1, 0.03, 0.1, 0.06, 0.07, 0.07, 0.1]
+
+
+def accumulated(rank, factor=1.0, rates=None):
+    """x after steps of S-SGD with three gradients each, added up."""
     model = Model(torch.float32)
     optimizer = torch.optim.SGD(groups(model), 0.1)
     with SSGD(model, optimizer) as algo:
         for t in range(STEPS):
-            loss = model(data(rank, t, torch.float32))
+            if rates is not None:
+                for group, times in zip(optimizer.param_groups, (1.0, 0.5), strict=True):
+                    group["lr"] = times * rates[t]
+            loss = factor * model(data(rank, t, torch.float32))
             if t % 3 == 2:
                 loss.backward()
                 algo.step()
@@ -393,15 +397,24 @@ def skipping_all(rank, n):
             else:
                 with algo.no_sync():
                     loss.backward()
-    return path["x"], flat(model.parameters()).numpy()
+    return flat(model.parameters()).numpy()
+
+
+def skipping_all(rank, n):
+    """Everybody sends every third step. The rates are constant, or change."""
+    options = {"dtype": torch.float32, "compression": Identity(), "server_compression": Identity(), "worker_skip": 3}
+    constant, changing = (train(rank, n, rates=rates, **options)[0]["x"] for rates in (None, CHANGING))
+    return constant, changing, accumulated(rank), accumulated(rank, 1 / 3), accumulated(rank, rates=CHANGING)
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_skipping_all_but_every_third_step_adds_gradients_up(n):
-    for path, accumulated in run_ranks(skipping_all, n, timeout=LIMIT):
-        assert np.abs(path[-1] - accumulated).max() < 1e-6
+    for path, changing, added, averaged, of_other_rates in run_ranks(skipping_all, n, timeout=LIMIT):
+        assert np.abs(path[-1] - added).max() < 1e-6
         for t in (1, 2, 4, 5):
             assert np.array_equal(path[t], path[t - t % 3])
+        assert np.abs(path[-1] - averaged).max() > 1e-3
+        assert np.abs(changing[-1] - of_other_rates).max() > 1e-3  # each gradient has the rate of its own step there
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -413,8 +426,6 @@ def test_where_the_server_always_skips_x_rests_and_its_residual_grows(n):
 
 
 # Bytes
-        assert np.abs(path[-1] - averaged).max() > 1e-3
-        assert np.abs(changing[-1] - of_other_rates).max() > 1e-3  # each gradient has the rate of its own step there
 
 
 def told_to_skip(step, bucket, values):
@@ -432,6 +443,48 @@ def bytes_sent(rank, n):
         (server,) = algo.servers.values()
         codes = [ScaledSign().nbytes(size // n) for size in server.layout.sizes()]
     return moved, both, codes
+
+
+@mock.patch.object(buckets, "BUCKET_BYTES", 256)
+def bytes_of_steps(rank, n):
+    """What a worker sends once all have started; and the codes of each group."""
+    moved = {}
+    for name, (rates, skips) in {
+        "sent": ((0.1, 0.03), {}),
+        "skipped": ((0.1, 0.03), {"worker_skip": 1.0, "server_skip": 1.0}),
+        "one rests": ((0.1, 0.0), {}),
+        "both rest": ((0.0, 0.0), {}),
+    }.items():
+        model = Model()
+        optimizer = torch.optim.SGD(groups(model), 0.1)
+        for group, η in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = η
+        with CompSkipDSGD(model, optimizer, **skips) as algo:
+            begun = algo.metrics()["comm/sent_bytes"]
+            for t in range(STEPS):
+                optimizer.zero_grad()
+                model(data(rank, t)).backward()
+                algo.step()
+            moved[name] = algo.metrics()["comm/sent_bytes"] - begun
+            (server,) = algo.servers.values()
+            codes = [0, 0]
+            for bucket, size in enumerate(server.layout.sizes()):
+                codes[server.group_of[server.layout.parts(bucket)[0].index]] += ScaledSign().nbytes(size // n)
+    return moved, codes
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_steps_of_which_nothing_is_sent_cost_three_headers(n):
+    for moved, codes in run_ranks(bytes_of_steps, n, timeout=LIMIT):
+        headers = STEPS * 3 * 112 * (n - 1)  # of the push, at its end, of the pull
+        both_ways = 2 * STEPS * (n - 1)
+        assert min(codes) > 0
+        assert moved == {
+            "sent": headers + both_ways * sum(codes),
+            "skipped": headers,
+            "one rests": headers + both_ways * codes[0],
+            "both rest": headers,
+        }
 
 
 @pytest.mark.parametrize("n", SIZES)
