@@ -8,7 +8,7 @@ import torch
 from support.ranks import run_ranks
 from test_cocod import HEAVY, LIMIT, LR, STEPS, TOL, X0, distance, gradients, normalised, paths_of, positions, problems
 from test_cocod import unequal as unequal_weights
-from test_ssd_sgd import clipped, clipping, servers
+from test_ssd_sgd import BRANCH, TWO_GROUPS, clipped, clipping, in_two_groups, servers
 
 from lightning_cocod.algorithms import CDSGD, ODSGD
 from lightning_cocod.compression import TernGrad, Threshold
@@ -22,9 +22,12 @@ def threshold(p):
     return θ * (p >= θ) - θ * (p <= -θ)
 
 
-def cd_sgd(n, c, *, w=None, warm_up=0, momentum=0.0, weight_decay=0.0, clip=None, fault=None):
-    """x_i(t) and W(t). `fault` "whole with e" adds the residual to what travels as it is, "no e" has none, and "local only"
-    does not clip the mean.
+def cd_sgd(n, c, *, w=None, warm_up=0, momentum=0.0, weight_decay=0.0, lr=LR, clip=None, branch=False, fault=None):
+    """x_i(t) and W(t). With a `branch` only worker t mod 2 has a gradient of the last elements.
+
+    `fault` "whole with e" adds the residual to what travels as it is, "no e" has none, and "local only" does not clip the
+    mean; where a gradient is missing "all" have one, "those who have one" are those whose mean it is, "nothing" is sent of
+    the residual, "forgotten" is the residual, and "rests" moves nothing.
     """
     w = normalised(np.ones(n) if w is None else w)
     H, b = problems(n)
@@ -33,23 +36,26 @@ def cd_sgd(n, c, *, w=None, warm_up=0, momentum=0.0, weight_decay=0.0, clip=None
     for t in range(STEPS + 1):
         path.append(x)
         server.append(W)
-        g = gradients(x, H, b)
+        g, lacks = gradients(x, H, b), np.zeros((n, len(X0)), bool)
+        lacks[:, BRANCH:] = branch and (np.arange(n) != t % 2)[:, None]
+        g = g if fault == "all" else np.where(lacks, 0, g)
         if t < warm_up or (t + 1) % c == 0:
             sent = g + e if fault == "whole with e" else g
             e = 0 * e if fault == "whole with e" else e
         else:
             p = g + e
-            sent = threshold(p)
-            e = 0 * p if fault == "no e" else p - sent
-        mean = w @ sent if fault == "local only" else clipped(w @ sent, clip)
+            sent = np.where(lacks & (fault == "nothing"), 0, threshold(p))
+            e = np.where(lacks & (fault == "forgotten"), 0, 0 * p if fault == "no e" else p - sent)
+        mean = w @ sent / (w @ ~lacks if fault == "those who have one" else 1)
+        mean = mean if fault == "local only" else clipped(mean, clip)
         v = momentum * v + mean + weight_decay * W
         g = clipped(g, clip)
-        W = W - LR * v
+        W = W - lr * v
         if t < warm_up:
             x = np.tile(W, (n, 1))
             continue
         base, P = (x if P is None else np.tile(P, (n, 1))), W
-        x = base - LR * (g + weight_decay * base)
+        x = base - lr * np.where(lacks & (fault == "rests"), 0, g + weight_decay * base)
     return np.stack(path), np.stack(server)
 
 
@@ -110,6 +116,19 @@ def test_the_mean_of_codes_is_clipped_and_the_own_gradient_once_it_is_coded(n, h
     assert distance(positions(paths(n)[how])[:-1], x[:-1]) < 1e-6  # a norm has the precision of float32
     assert distance(servers(paths(n)[how]), W[:-1, None]) < 1e-6
     assert distance(servers(paths(n)[how]), equations(fault="local only")[1][:-1, None]) > 1e-3
+
+
+def with_a_branch(rank, n):
+    return in_two_groups(rank, n, CDSGD, branch=True, compress_steps=5)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_gradient_that_a_worker_lacks_counts_as_zero_and_its_residual_is_sent(n):
+    found = np.stack(run_ranks(with_a_branch, n, timeout=LIMIT), axis=1)
+    equations = functools.partial(cd_sgd, n, 5, momentum=0.9, branch=True, **TWO_GROUPS)
+    assert distance(found, equations()[0][:-1]) < TOL
+    for fault in ("all", "those who have one", "nothing", "forgotten", "rests"):
+        assert distance(found, equations(fault=fault)[0][:-1]) > 1e-3, fault
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_cocod.compression import (
     CODECS,
+    FP16,
     QSGD,
     ErrorFeedback,
     Identity,
@@ -181,6 +182,13 @@ def test_residual_of_a_threshold_grows_by_what_is_above_it_if_values_stay_there(
     for t in range(10_000):
         feed(feedback, torch.tensor([0.75, -0.75, 0.5, 0.25, (-1) ** t * 0.75]))
     assert feedback.residuals["w"].tolist() == [2500.0, -2500.0, 0.0, 0.0, 0.0]  # exact: 10,000 times 1/4
+
+
+def test_residual_of_a_half_grows_by_what_is_beyond_its_range():
+    feedback = ErrorFeedback(FP16())
+    for _ in range(100):
+        feed(feedback, torch.tensor([65504.0 + 32, -65504.0 - 32, 65504.0]))
+    assert feedback.residuals["w"].tolist() == [3200.0, -3200.0, 0.0]  # exact
 
 
 def test_rounding_at_random_is_wrapped_where_it_contracts():

@@ -1,4 +1,4 @@
-"""Faults, in every strategy: a rank that is lost ends all others, which name it; nobody hangs, and nothing is left.
+"""Faults: a rank that is lost ends all others, which name it; nobody hangs, and nothing is left.
 
 The ranks are children of warm workers (`forked`); what launchers make of their ends is the matter of test_fault_launches.py.
 """
@@ -16,24 +16,27 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from support.faults import Faulty, Relay, continued_after, forked, nothing
 from support.ranks import run_ranks
-from support.toys import CLASSES as EVERY
-from support.toys import Toy, dataset, having, loader, made, parameters, trainer
+from support.toys import BY_NAME, STRATEGIES, VARIANTS, Toy, dataset, having, loader, made, parameters, trainer
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Subset
 
 from lightning_cocod import CoCoDStrategy
 from lightning_cocod.strategies.rendezvous import fresh_part
 
-CLASSES = {strategy.registered_name: strategy for strategy in EVERY}
 DEADLINE = 3.0
 KILLED, TERMINATED, FAILED = -signal.SIGKILL, 128 + signal.SIGTERM, 1
 
-every_strategy = pytest.mark.parametrize("strategy", CLASSES)
+SHORT = {name: {"period": 2} for name in STRATEGIES} | VARIANTS
+"""Options for short rounds."""
+ELSEWHERE = ("ad_psgd", "a_psgd", "eamsgd")
+"""Strategies a rank of which is killed in test_losing_ranks, where the others train on, and in test_shard_strategies."""
+with_and_without_delay = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 def make(strategy, world, **options):
     """A trainer of a fit that goes on for ever, in short rounds."""
-    return trainer(CLASSES[strategy](timeout=DEADLINE, period=2), world, **{"max_epochs": 100_000, **options})
+    chosen = BY_NAME[strategy](timeout=DEADLINE, **SHORT.get(strategy, {}))
+    return trainer(chosen, world, **{"max_epochs": 100_000, **options})
 
 
 def fit(rank, world, strategy, fault, **options):
@@ -68,9 +71,16 @@ def assert_lost(end, rank, why):
         "in validation",
     ],
 )
-@every_strategy
+@with_and_without_delay
 def test_a_rank_that_is_killed_anywhere_ends_its_peer_which_names_it(strategy, where):
     survivor, victim = ends(fit, strategy, ("is killed", where))
+    assert victim[0] == KILLED
+    assert_lost(survivor, 1, " is lost: ")
+
+
+@pytest.mark.parametrize("strategy", [name for name in BY_NAME if name not in (*STRATEGIES, *ELSEWHERE)])
+def test_a_rank_that_is_killed_ends_its_peer_which_names_it_under_all_other_strategies(strategy):
+    survivor, victim = ends(fit, strategy, ("is killed", "between rounds"))
     assert victim[0] == KILLED
     assert_lost(survivor, 1, " is lost: ")
 
@@ -85,7 +95,7 @@ def test_a_rank_that_is_killed_anywhere_ends_its_peer_which_names_it(strategy, w
         ("is stopped", " is lost: no heartbeat for 3 s; its process [0-9]+ on this host was ended", KILLED),
     ],
 )
-@every_strategy
+@with_and_without_delay
 def test_a_rank_that_ends_in_any_other_way_ends_its_peer_which_names_it(strategy, what, why, code):
     survivor, victim = ends(fit, strategy, (what, "between rounds"))
     assert victim[0] == code
@@ -135,7 +145,7 @@ def saves(rank, world, strategy, fault, folder):
     fit(rank, world, strategy, fault, callbacks=[save], enable_checkpointing=True)
 
 
-@every_strategy
+@with_and_without_delay
 def test_a_rank_that_is_killed_in_a_checkpoint_ends_its_peer_which_names_it(strategy, tmp_path):
     survivor, victim = ends(saves, strategy, ("is killed", "in a checkpoint"), tmp_path)
     assert victim[0] == KILLED
@@ -168,7 +178,7 @@ def breaks(rank, world, strategy, what, folder):
     t.fit(Faulty(what, "in a gradient"), loader(), loader(shuffle=False))
 
 
-LOCAL = [pytest.param(s, False, id=name) for s, name in zip(made(timeout=DEADLINE, period=2), CLASSES, strict=True)]
+LOCAL = [pytest.param(s, False, id=name) for s, name in zip(made(timeout=DEADLINE, period=2), STRATEGIES, strict=True)]
 SYNCHRONOUS = [
     pytest.param(kind(timeout=DEADLINE, warmup_steps=100_000), True, id=f"{kind.registered_name} in warm-up")
     for kind in having("warmup_steps")
@@ -192,12 +202,12 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks_which_name_its_own_and_rea
 def uneven(rank, world, strategy, compression):
     """Rank 1 has a batch more in each epoch, and Lightning is told not to share the data out."""
     mine = Subset(dataset(), range(40 + 8 * rank))
-    chosen = CLASSES[strategy](timeout=DEADLINE, period=2, compression=compression)
+    chosen = BY_NAME[strategy](timeout=DEADLINE, period=2, compression=compression)
     t = trainer(chosen, world, max_epochs=20, use_distributed_sampler=False)
     t.fit(Toy(dropout=0.0), DataLoader(mine, batch_size=8))
 
 
-@every_strategy
+@with_and_without_delay
 @pytest.mark.parametrize("compression", [None, "int8"])
 def test_a_rank_that_runs_out_of_data_early_is_named_and_hangs_nobody(strategy, compression):
     both = ends(uneven, strategy, compression)
@@ -266,8 +276,8 @@ def test_sigterm_stops_all_ranks_after_the_same_step_and_is_no_success(where, op
     assert steps == {"in validation": 12, "at the end": 6}.get(where, steps)
 
 
-@every_strategy
-def test_sigterm_stops_every_strategy_alike(strategy):
+@with_and_without_delay
+def test_sigterm_stops_ranks_with_and_without_delay_alike(strategy):
     first, second = ends(terminated, strategy, ("is terminated", "between rounds", 1), {})
     assert first == second
     assert eval(first[1])[0] == TERMINATED
@@ -306,7 +316,7 @@ def interrupted(rank, world, strategy, what, deadline):
     with Relay(int(os.environ["MASTER_PORT"])) as model.relay:
         if rank == 1:
             os.environ["MASTER_PORT"] = str(model.relay.port)
-        strategy = CLASSES[strategy](timeout=deadline, period=2)
+        strategy = BY_NAME[strategy](timeout=deadline, period=2)
         trainer(strategy, world, max_epochs=2).fit(model, loader(), loader(shuffle=False))
     assert model.happened == (rank == 1)
     return sha256(parameters(model).numpy().tobytes()).hexdigest()

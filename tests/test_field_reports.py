@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from support.ranks import run_ranks
 from support.toys import Toy, loader, trainer
 
-from lightning_cocod.algorithms.local_update import GLU
+from lightning_cocod import GLU
 from lightning_cocod.compression import Int8
 from lightning_cocod.strategies import (
     STRATEGIES,

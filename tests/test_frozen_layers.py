@@ -10,6 +10,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 from lightning_cocod.algorithms import ADPSGD, APSGD, CDSGD, EAMSGD, SSDSGD, SSGD, DistEFSGD
+from lightning_cocod.algorithms.coded_server import CodedServer
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.comm import PeerLost, buckets
 from lightning_cocod.compression import TopK
@@ -209,3 +210,78 @@ def frozen_at_a_restart(rank, n, name):
 @pytest.mark.parametrize("name", SERVED)
 def test_what_an_optimizer_knows_of_a_layer_that_is_frozen_at_a_restart_is_kept(name):
     run_ranks(frozen_at_a_restart, 2, name, timeout=LIMIT)
+
+
+FROZEN = range(4, 9)  # steps; with c = 3 those of t = 5 and 8 push gradients whole
+
+
+def frozen_for_a_while(rank, n, *, resume_at=None):
+    """Of CD-SGD: W of the first layer after every step, and of both W − W(0) + Σ η (g − e), which is 0 on average."""
+
+    def fresh():
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(5, 5, bias=False) for _ in range(2)]).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return model, optimizer, CDSGD(model, optimizer, compression=TopK(ratio=0.2), compress_steps=3)
+
+    def flat(tensors):
+        return torch.cat([t.detach().flatten() for t in tensors])
+
+    def run(made, steps):
+        model, optimizer, algo = made
+        for t in steps:
+            only(model, (1,) if t in FROZEN else (0, 1))
+            optimizer.zero_grad()
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * rank + t), dtype=torch.float64)
+            model[1](torch.tanh(model[0](x)) + x).square().mean().backward()
+            told.append(0.1 * flat(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()))
+            algo.step()
+            with algo.consensus():
+                first.append(flat([model[0].weight]))
+
+    told, first, made = [], [], fresh()
+    initial = flat(made[0].parameters())
+    if resume_at is not None:
+        with made[2]:
+            run(made, range(resume_at))
+            model, optimizer, algo = made
+            saved = copy.deepcopy((model.state_dict(), algo.optimizer_state(optimizer), algo.state_dict()))
+        made = fresh()
+    model, _, algo = made
+    with algo:
+        if resume_at is not None:
+            for part, state in zip(made, saved, strict=True):
+                part.load_state_dict(state)
+        run(made, range(resume_at or 0, 12))
+        with algo.consensus():
+            (server,) = algo.servers.values()
+            e = server.residuals()
+            kept = 0.1 * flat(e[p] for p in model.parameters())
+            return torch.stack(first), flat(model.parameters()) - initial + sum(told) - kept
+
+
+def forgetting(rank, n):
+    """The negative control: what a layer has kept when it freezes is forgotten."""
+
+    def forget(self, number):
+        for *_, place in self.pieces[number]:
+            place.zero_()
+
+    with mock.patch.object(CodedServer, "_put_aside", forget):
+        return frozen_for_a_while(rank, n)
+
+
+def for_a_while(rank, n):
+    return frozen_for_a_while(rank, n), forgetting(rank, n), frozen_for_a_while(rank, n, resume_at=6)
+
+
+def test_a_layer_keeps_its_residual_of_cd_sgd_while_it_is_frozen():
+    kept, forgotten, resumed = zip(*run_ranks(for_a_while, 2, timeout=LIMIT), strict=True)
+    for first, _ in kept:
+        assert (first[FROZEN.start : FROZEN.stop] == first[FROZEN.start - 1]).all()
+        assert (first[1:] != first[:-1]).any(1).sum() == 11 - len(FROZEN)
+    assert (kept[0][1] + kept[1][1]).abs().max() < 1e-12
+    assert (forgotten[0][1] + forgotten[1][1]).abs().max() > 1e-4
+    for (whole, lost), (interrupted, also) in zip(kept, resumed, strict=True):
+        assert torch.equal(whole, interrupted)
+        assert torch.equal(lost, also)

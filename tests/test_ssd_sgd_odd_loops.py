@@ -9,9 +9,8 @@ import torch
 from support.ranks import run_ranks
 from torch import nn
 
-from lightning_cocod.algorithms import CDSGD, ODSGD, SSDSGD, SSGD
+from lightning_cocod.algorithms import CDSGD, ODSGD, SSDSGD, SSGD, DelayCompensation
 from lightning_cocod.algorithms.elementwise import refusal
-from lightning_cocod.algorithms.local_update import DCASGD
 
 LIMIT = 120.0
 UPDATES = ["glu", "sgd", "dc_asgd", "dc_asgd_a"]
@@ -195,7 +194,7 @@ def poisoned(rank, n, cls, options, *, stops=None, resume=None, looks=False, tha
 
 POISONED = [(SSDSGD, {"period": k, "local_update": update}) for k in (1, 3, 100) for update in UPDATES]
 POISONED += [(SSDSGD, {"period": 3, "overlap": False}), (SSDSGD, {"warmup_steps": 4}), (ODSGD, {})]
-POISONED += [(SSDSGD, {"period": 100, "local_update": DCASGD(λ=2.0, adaptive=True, m=0.9)})]
+POISONED += [(SSDSGD, {"period": 100, "local_update": DelayCompensation(λ=2.0, adaptive=True, m=0.9)})]
 
 
 def all_poisoned(rank, n, **how):

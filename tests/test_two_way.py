@@ -54,8 +54,8 @@ class Model(nn.Module):
         )
         self.last.data = self.last.data.t().contiguous().t()
 
-    def forward(self, x):
-        return (torch.tanh(x @ self.first.t() + self.bias) @ self.last.t()).square().mean()
+    def forward(self, x, first=True):
+        return (torch.tanh((x @ self.first.t() if first else 0) + self.bias) @ self.last.t()).square().mean()
 
 
 def groups(model, **options):
@@ -65,6 +65,10 @@ def groups(model, **options):
 def data(rank, t, dtype=torch.float64):
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * rank + t), dtype=torch.float64)
     return (x + 0.3 * rank).to(dtype)
+
+
+def or_zeros(p, g):
+    return torch.zeros_like(p) if g is None else g
 
 
 def flat(tensors):
@@ -83,11 +87,15 @@ def train(
     resume_at=None,
     dtype=torch.float64,
     twice=1,
+    branch=False,
     **options,
 ):
-    """What a worker sees: x(t), d_i(t), e_i(t) and ẽ(t), flat; and the bytes it has sent."""
+    """What a worker sees: x(t), g_i(t) and where there is one, e_i(t) and ẽ(t), flat; and the bytes it has sent.
+
+    With a `branch` only worker t mod 2 uses the first matrix.
+    """
     weights = list(range(1, n + 1)) if unequal else None
-    seen = {"x": [], "g": [], "e": [], "ẽ": [], "η": []}
+    seen = {"x": [], "g": [], "there": [], "e": [], "ẽ": [], "η": []}
 
     def fresh():
         model = Model(dtype)
@@ -103,13 +111,16 @@ def train(
             seen["η"].append(rates_of(model, optimizer))
             seen["x"].append(flat(model.parameters()))
             optimizer.zero_grad()
+            first = not branch or rank == t % 2
             for i in range(twice - 1):
                 with algo.no_sync():
-                    (model(data(rank, 100 * i + t, dtype)) / twice).backward()
-            loss = model(data(rank, t, dtype)) / twice
-            gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-            before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-            seen["g"].append(flat([a + b for a, b in zip(gradients, before, strict=True)]))
+                    (model(data(rank, 100 * i + t, dtype), first) / twice).backward()
+            loss = model(data(rank, t, dtype), first) / twice
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            both = list(zip(parameters, gradients, strict=True))
+            seen["g"].append(flat([or_zeros(p, g) + or_zeros(p, p.grad) for p, g in both]))
+            seen["there"].append(flat([torch.full_like(p, g is not None) for p, g in both]))
             loss.backward()
             algo.step()
             for one in algo.servers.values():
@@ -148,10 +159,10 @@ def weights(n, unequal):
 def d(run, momentum=0.0, weight_decay=0.0, nesterov=False):
     """What SGD makes of a worker's gradients, all steps: weight decay, then momentum."""
     m, made = 0, []
-    for g, x in zip(run["g"], run["x"], strict=False):  # x has the end as well
+    for g, there, x in zip(run["g"], run["there"], run["x"], strict=False):  # x has the end as well
         g = g + weight_decay * x
-        m = momentum * m + g
-        made.append(g + momentum * m if nesterov else m)
+        m = np.where(there, momentum * m + g, m)
+        made.append(np.where(there, g + momentum * m if nesterov else m, 0))
     return np.stack(made)
 
 
@@ -205,7 +216,10 @@ CONFIGURATIONS = {
     "nesterov": {**CODED["qsgd"], **SKIPS["randomly"], "rates": RATES, "sgd": NESTEROV, "unequal": True},
     "unrelated rates": {**CODED["topk up"], "rates": UNRELATED, "unequal": True},
     "unrelated rates, skipped": {**SKIPS["randomly"], "rates": UNRELATED, "sgd": HEAVY, "unequal": True},
+    "a branch": {**CODED["topk up"], "rates": RATES, "branch": True},
+    "a branch, nesterov": {**SKIPS["randomly"], "rates": RATES, "sgd": NESTEROV, "unequal": True, "branch": True},
     "dist_ef": {"algorithm": DistEFSGD, "rates": RATES},
+    "dist_ef, a branch": {"algorithm": DistEFSGD, "rates": RATES, "sgd": HEAVY, "branch": True},
     "flex": {"algorithm": FlexCompressSGD, "rates": RATES},
     "half": {"algorithm": DistEFSGD, "dtype": torch.bfloat16},
 }
@@ -242,6 +256,16 @@ def check(found, unequal=False, sgd=None, *, lossless=False):
     if not lossless:
         assert max(np.abs(run["e"]).max() for run in found) > 1e-4  # there is something that could have been lost
         assert error(found, weigh=weights(len(found), not unequal), sgd=sgd) > 1e-6
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_worker_that_does_not_use_a_parameter_adds_nothing_to_it_and_others_do(n):
+    for name in ("a branch, nesterov", "dist_ef, a branch"):
+        unequal, sgd = (CONFIGURATIONS[name].get(option) for option in ("unequal", "sgd"))
+        decayed = [{**run, "there": np.ones_like(run["there"])} for run in runs(n)[name]]  # a gradient of 0, as SGD takes it
+        assert error(decayed, unequal, sgd=sgd) > 1e-4
+    first = runs(n)["dist_ef, a branch"][0]["x"][:, :35]
+    assert [not np.array_equal(*pair) for pair in itertools.pairwise(first)] == [η > 0 for η in RATES]
 
 
 def every_codec(rank, n):
@@ -356,15 +380,19 @@ def test_momentum_and_weight_decay_are_those_of_sgd(sgd):
         assert np.abs(compressed - plain).max() < 2e-6  # Σ w (μ m) and μ Σ w m are rounded in another order
 
 
-def skipping_all(rank, n):
-    """Everybody sends every third step: the same as three gradients added up."""
-    identity = {"compression": Identity(), "server_compression": Identity(), "worker_skip": 3}
-    path = train(rank, n, dtype=torch.float32, **identity)[0]
+CHANGING = [0.1, 0.1, 0.05, 0.08, 0.02, 0.1, 0.03, 0.1, 0.06, 0.07, 0.07, 0.1]
+
+
+def accumulated(rank, factor=1.0, rates=None):
+    """x after steps of S-SGD with three gradients each, added up."""
     model = Model(torch.float32)
     optimizer = torch.optim.SGD(groups(model), 0.1)
     with SSGD(model, optimizer) as algo:
         for t in range(STEPS):
-            loss = model(data(rank, t, torch.float32))
+            if rates is not None:
+                for group, times in zip(optimizer.param_groups, (1.0, 0.5), strict=True):
+                    group["lr"] = times * rates[t]
+            loss = factor * model(data(rank, t, torch.float32))
             if t % 3 == 2:
                 loss.backward()
                 algo.step()
@@ -372,15 +400,24 @@ def skipping_all(rank, n):
             else:
                 with algo.no_sync():
                     loss.backward()
-    return path["x"], flat(model.parameters()).numpy()
+    return flat(model.parameters()).numpy()
+
+
+def skipping_all(rank, n):
+    """Everybody sends every third step. The rates are constant, or change."""
+    options = {"dtype": torch.float32, "compression": Identity(), "server_compression": Identity(), "worker_skip": 3}
+    constant, changing = (train(rank, n, rates=rates, **options)[0]["x"] for rates in (None, CHANGING))
+    return constant, changing, accumulated(rank), accumulated(rank, 1 / 3), accumulated(rank, rates=CHANGING)
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_skipping_all_but_every_third_step_adds_gradients_up(n):
-    for path, accumulated in run_ranks(skipping_all, n, timeout=LIMIT):
-        assert np.abs(path[-1] - accumulated).max() < 1e-6
+    for path, changing, added, averaged, of_other_rates in run_ranks(skipping_all, n, timeout=LIMIT):
+        assert np.abs(path[-1] - added).max() < 1e-6
         for t in (1, 2, 4, 5):
             assert np.array_equal(path[t], path[t - t % 3])
+        assert np.abs(path[-1] - averaged).max() > 1e-3
+        assert np.abs(changing[-1] - of_other_rates).max() > 1e-3  # each gradient has the rate of its own step there
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -409,6 +446,48 @@ def bytes_sent(rank, n):
         (server,) = algo.servers.values()
         codes = [ScaledSign().nbytes(size // n) for size in server.layout.sizes()]
     return moved, both, codes
+
+
+@mock.patch.object(buckets, "BUCKET_BYTES", 256)
+def bytes_of_steps(rank, n):
+    """What a worker sends once all have started; and the codes of each group."""
+    moved = {}
+    for name, (rates, skips) in {
+        "sent": ((0.1, 0.03), {}),
+        "skipped": ((0.1, 0.03), {"worker_skip": 1.0, "server_skip": 1.0}),
+        "one rests": ((0.1, 0.0), {}),
+        "both rest": ((0.0, 0.0), {}),
+    }.items():
+        model = Model()
+        optimizer = torch.optim.SGD(groups(model), 0.1)
+        for group, η in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = η
+        with CompSkipDSGD(model, optimizer, **skips) as algo:
+            begun = algo.metrics()["comm/sent_bytes"]
+            for t in range(STEPS):
+                optimizer.zero_grad()
+                model(data(rank, t)).backward()
+                algo.step()
+            moved[name] = algo.metrics()["comm/sent_bytes"] - begun
+            (server,) = algo.servers.values()
+            codes = [0, 0]
+            for bucket, size in enumerate(server.layout.sizes()):
+                codes[server.group_of[server.layout.parts(bucket)[0].index]] += ScaledSign().nbytes(size // n)
+    return moved, codes
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_steps_of_which_nothing_is_sent_cost_three_headers(n):
+    for moved, codes in run_ranks(bytes_of_steps, n, timeout=LIMIT):
+        headers = STEPS * 3 * 112 * (n - 1)  # of the push, at its end, of the pull
+        both_ways = 2 * STEPS * (n - 1)
+        assert min(codes) > 0
+        assert moved == {
+            "sent": headers + both_ways * sum(codes),
+            "skipped": headers,
+            "one rests": headers + both_ways * codes[0],
+            "both rest": headers,
+        }
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -522,7 +601,7 @@ def joined(rank, n):
                 model.bias.requires_grad_(True)
             optimizer.zero_grad()
             model(data(rank, t)).backward()
-            g = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+            g = flat([or_zeros(p, p.grad) for p in model.parameters()])
             η = rates_of(model, optimizer)
             total += η * g
             algo.step()
@@ -620,7 +699,7 @@ def frozen(rank, n):
             model.first.requires_grad_(not 4 <= t < 9)
             optimizer.zero_grad()
             model(data(rank, t)).backward()
-            g = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+            g = flat([or_zeros(p, p.grad) for p in model.parameters()])
             total += rates_of(model, optimizer) * g
             algo.step()
             positions.append(flat([model.first]))

@@ -17,6 +17,7 @@ from lightning_cocod.algorithms.eager_diloco import EagerDiLoCo
 from lightning_cocod.algorithms.eamsgd import EAMSGD
 from lightning_cocod.algorithms.flex_compress_sgd import FlexCompressSGD
 from lightning_cocod.algorithms.local_sgd import LocalSGD
+from lightning_cocod.algorithms.local_update import GLU, DelayCompensation, LocalUpdate
 from lightning_cocod.algorithms.od_sgd import ODSGD
 from lightning_cocod.algorithms.overlap_local_sgd import OverlapLocalSGD
 from lightning_cocod.algorithms.pipe_sgd import PipeSGD
@@ -38,6 +39,7 @@ __all__ = [
     "DCS3GD",
     "DPSGD",
     "EAMSGD",
+    "GLU",
     "ODSGD",
     "SGP",
     "SSDSGD",
@@ -46,6 +48,7 @@ __all__ = [
     "Asynchronous",
     "CoCoD",
     "CompSkipDSGD",
+    "DelayCompensation",
     "DiLoCo",
     "DistEFSGD",
     "EagerDiLoCo",
@@ -53,6 +56,7 @@ __all__ = [
     "EveryNth",
     "FlexCompressSGD",
     "LocalSGD",
+    "LocalUpdate",
     "OverlapLocalSGD",
     "PipeSGD",
     "PostLocalSGD",

@@ -42,7 +42,8 @@ class APSGD(OnShards):
     workers have the same at a meeting: it has all gradients that were pushed before.
 
     The loss of a worker ends the run on all others, with PeerLost: its shard is gone. Memory beyond the parameters,
-    gradients and optimizer, whose state is N times smaller: two copies of the parameters, and three shards of them.
+    gradients and optimizer, whose state is N times smaller: a copy of the parameters, two shards of them, and another shard
+    for each other worker.
 
     Args:
         model: the module that is trained.

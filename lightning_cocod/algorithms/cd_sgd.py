@@ -28,7 +28,11 @@ class CDSGD(SSDSGD):
 
     The local update has the worker's own gradient as it is. Memory: that of SSD-SGD, and e.
 
-    Follows the authors' code: ±θ or 0 in two bits with θ = 0.5, and c = 5. That a local update is plain SGD is our reading.
+    A parameter that is frozen keeps its e until it thaws; if others join meanwhile, it begins anew.
+
+    Follows the authors' code: ±θ or 0 in two bits with θ = 0.5, and c = 5. That θ belongs to gradients summed over a batch,
+    which is what the authors push: of a mean loss next to nothing is sent in a coded step, so choose a smaller one, such as
+    ``Threshold(0.01)``. That a local update is plain SGD is our reading.
 
     Args:
         model: the module that is trained.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from lightning_cocod.comm.gate import Gate
 class CodedServer(BackgroundServer):
     """G ← Σ_j w_j C(p_j), p_i ← g_i + e_i ; e_i ← p_i − C(p_i). In a step that is ``whole``, G ← Σ_j w_j g_j, and e rests.
 
-    Memory beyond that of a ``BackgroundServer``: a copy of the gradients in float32 or wider, for e.
+    What is frozen, and has no gradient, rests, and what is pushed of it moves nothing: its e is put aside, and 0 sent.
+
+    Memory beyond that of a ``BackgroundServer``: a copy of the gradients in float32 or wider, for e, and e of what rests.
 
     Args:
         optimizer: element-wise.
@@ -45,6 +47,7 @@ class CodedServer(BackgroundServer):
         self.e = self.layout.buffer(summed=True)
         torch._foreach_zero_(self.e.buckets)
         self._places = {True: self.pieces, False: self.by_parameter(self.e)}
+        self._aside: dict[int, list[Tensor]] = {}  # e of what rests, piece by piece
         self._coding = Coding(compression, Sending(Never(), list(range(comm.world_size)), comm.rank), CodeRows())
         self.whole = True
         """Whether the step's gradients travel as they are."""
@@ -56,14 +59,34 @@ class CodedServer(BackgroundServer):
         self.pieces, self.steps = self._places[self.whole], self.steps + 1
         super().begin(subject)
 
+    @torch.no_grad()
+    def take(self, number: int, *, free: bool = True) -> None:
+        """A parameter's gradient is complete. Where there is none, and it is frozen, e is put aside."""
+        if not self.whole:
+            if self.x[number].grad is None and not self.x[number].requires_grad:
+                self._put_aside(number)
+            else:
+                self._put_back([number])
+        super().take(number, free=free)
+
+    def _put_aside(self, number: int) -> None:
+        places = [place for *_, place in self.pieces[number]]
+        if number not in self._aside:
+            self._aside[number] = [place.clone() for place in places]
+        for place in places:  # every time: a code of zeros need not be zeros
+            place.zero_()
+
+    def _put_back(self, numbers: Iterable[int]) -> None:
+        for number in self._aside.keys() & set(numbers):
+            for (*_, place), e in zip(self._places[False][number], self._aside.pop(number), strict=True):
+                place.copy_(e)
+
     def put(self, number: int, place: Tensor, values: Tensor | None) -> None:
         """g, or p ← e + g."""
         if self.whole:
             super().put(number, place, values)
         elif values is not None:
             place.add_(values)
-        elif not self.x[number].requires_grad:  # it rests, and what it had kept is forgotten
-            place.zero_()
 
     def send(self, gate: Gate, subject: Subject) -> Message:
         """Values, or codes."""
@@ -72,7 +95,8 @@ class CodedServer(BackgroundServer):
         return self.comm.coded_push_(self.e, self.G, self._coding, gate, subject)
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
-        """e of every parameter."""
+        """e of every parameter, once no push is under way."""
+        self._put_back(self._aside)
         e = [torch.empty_like(p, dtype=summed_in(p.dtype)) for p in self.x]
         self.e.copy_to(e, keep=False)
         return dict(zip(self.x, e, strict=True))
@@ -85,10 +109,13 @@ class CodedServer(BackgroundServer):
 
     def state_dict(self) -> dict[str, Any]:
         """Adds e, and the number of steps."""
-        return {**super().state_dict(), "e": [flat.clone() for flat in self.e.buckets], "steps": self.steps}
+        state = super().state_dict()  # the last push has arrived
+        self._put_back(self._aside)
+        return {**state, "e": [flat.clone() for flat in self.e.buckets], "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue."""
         super().load_state_dict(state)
         self.steps = state["steps"]
+        self._aside.clear()
         copy_alike(self.e.buckets, state["e"])

@@ -29,7 +29,8 @@ class CompSkipDSGD(FlexCompressSGD):
     A rule for skips is n, to send in every n-th step; a probability with which a step is left out; an object, such as
     ``EveryNth(n)``, ``Randomly(p, seed)``, ``WhileSmall(fraction)``, which leaves a bucket out while its norm is small
     beside that of the last one sent, or your own ``Skip``; or a function of ``(step, bucket, values)`` that is called in
-    the communication thread. Each worker draws its own random numbers; the server is one.
+    the communication thread. Each worker draws its own random numbers, and the server draws as one; under ``WhileSmall``, or
+    a function of values, each owner decides for its own shard.
 
     The update is our reading of the abstract on the base of dist-EF-SGD, the rules are ours.
 

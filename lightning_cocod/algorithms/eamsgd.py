@@ -41,7 +41,7 @@ class EAMSGD(OnShards):
     local steps made meanwhile survive. The model that is evaluated and saved is x̃, and where ``finish`` leaves all workers.
 
     The loss of a worker ends the run on all others, with PeerLost: its shard of x̃ is gone. Memory beyond the parameters,
-    gradients and optimizer: two copies of the parameters, and a shard of them.
+    gradients and optimizer: a copy of the parameters, a shard of them, and another shard for each other worker.
 
     Args:
         model: the module that is trained.

@@ -140,7 +140,7 @@ class SGD(LocalUpdate):
 
 
 @dataclass
-class DCASGD(LocalUpdate):
+class DelayCompensation(LocalUpdate):
     """d = s (g + λ g ⊙ g ⊙ (b − b₋)) + wd b, b₋ being the base of the step before (DC-ASGD; Zheng et al., ICML 2017).
 
     Args:
@@ -208,7 +208,7 @@ def as_local_update(value: str | LocalUpdate) -> LocalUpdate:
     made: dict[str, Callable[[], LocalUpdate]] = {
         "glu": GLU,
         "sgd": SGD,
-        "dc_asgd": DCASGD,
-        "dc_asgd_a": lambda: DCASGD(λ=2.0, adaptive=True),
+        "dc_asgd": DelayCompensation,
+        "dc_asgd_a": lambda: DelayCompensation(λ=2.0, adaptive=True),
     }
     return made[choice("local_update", value, tuple(made))]()

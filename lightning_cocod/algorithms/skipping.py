@@ -14,7 +14,8 @@ from lightning_cocod.algorithms.options import above_zero, share, whole
 from lightning_cocod.comm.norms import norm
 
 SERVER = -1
-"""Who skips, where it is not a worker: the server, which is one although each worker has a shard of it."""
+"""Who skips, where it is not a worker: the server, which draws as one although each worker has a shard of it. Where a rule
+depends on values, each owner asks it about its own shard."""
 
 
 class Skip(ABC):

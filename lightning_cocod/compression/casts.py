@@ -41,7 +41,10 @@ class _Half(Codec):
 
     @property
     def contraction(self) -> bool:
-        """True where values are in the format's range; below it the error is bounded, and so is a residual."""
+        """True where values are in the format's range; below it the error is bounded, and so is a residual.
+
+        Above it a residual grows by what is beyond, step by step.
+        """
         return True
 
     def nbytes(self, n: int) -> int:

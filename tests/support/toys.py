@@ -36,7 +36,8 @@ ASYNCHRONOUS = ["ad_psgd", "a_psgd", "dc_asgd", "eamsgd"]
 """Strategies under which no two runs are equal and ranks are not in step: see test_work_sharing."""
 CLASSES = [strategy for strategy in strategies.STRATEGIES if strategy.registered_name not in (*VARIANTS, *ASYNCHRONOUS)]
 STRATEGIES = [strategy.registered_name for strategy in CLASSES]
-"""The names of all other strategies of the package: what a user expects of one is tested for every one."""
+"""The names of the others, `cocod` and `local_sgd`: what a user expects of any strategy is tested with these two."""
+BY_NAME = {strategy.registered_name: strategy for strategy in strategies.STRATEGIES}
 
 
 def has(strategy, *options):
@@ -46,17 +47,16 @@ def has(strategy, *options):
 
 def variants():
     """One of each of the variants, for a short run."""
-    by_name = {strategy.registered_name: strategy for strategy in strategies.STRATEGIES}
-    return [pytest.param(by_name[name](**options), id=name) for name, options in VARIANTS.items()]
+    return [pytest.param(BY_NAME[name](**options), id=name) for name, options in VARIANTS.items()]
 
 
 def having(*options):
-    """The classes of all strategies that have these options."""
+    """Those of the two classes that have these options."""
     return [strategy for strategy in CLASSES if has(strategy, *options)]
 
 
 def made(**options):
-    """One of every strategy, in the order of their names, with those of these options that it has."""
+    """One of each of the two, with those of these options that it has."""
     return [strategy(**{k: v for k, v in options.items() if has(strategy, k)}) for strategy in CLASSES]
 
 
