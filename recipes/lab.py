@@ -37,6 +37,10 @@ class NotPermitted(RuntimeError):
     """Namespaces or shaped links cannot be made here; the text says what is missing."""
 
 
+class CommandFailed(RuntimeError):
+    """A command on a lab's network has failed; the text says which, and why."""
+
+
 class Link(NamedTuple):
     """What a rank sends and receives at most, in Mbit/s; None is no limit."""
 
@@ -115,11 +119,11 @@ class Namespace:
         """Run a short command inside; its output.
 
         Raises:
-            RuntimeError: it has failed.
+            CommandFailed: it has.
         """
         done = subprocess.run(self.enter(command.split()), capture_output=True, text=True)
         if done.returncode != 0:
-            raise RuntimeError(f"{command!r} failed: {done.stderr.strip()}")
+            raise CommandFailed(f"{command!r} failed: {' '.join(done.stderr.split())}")
         return done.stdout
 
     def shape(self, device: str, rate: float | None) -> None:
@@ -157,6 +161,7 @@ class Ranks:
 
         Raises:
             NotPermitted: it cannot be made here.
+            CommandFailed: not of these links.
         """
         if (why := missing()) is not None:
             raise NotPermitted(why)

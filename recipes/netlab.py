@@ -31,11 +31,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from lab import Lab, Link, NotPermitted, Ranks, SharedLoopback, checked, missing
+from lab import CommandFailed, Lab, Link, NotPermitted, Ranks, SharedLoopback, checked, missing
 
 
 class Event(NamedTuple):
@@ -172,8 +172,13 @@ def supervise(lab: Ranks, events: Sequence[Event], command: Sequence[str]) -> in
     return max(code if code >= 0 else 128 - code for code in (process.returncode for process in processes))
 
 
-def main() -> None:
-    lab, events, command = parse(sys.argv[1:])
+@contextmanager
+def orderly() -> Iterator[None]:
+    """Whatever ends what is inside, a signal or a lab that fails, leaves nothing behind and takes one line at most.
+
+    Raises:
+        SystemExit: in place of all that.
+    """
 
     def terminate(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -181,10 +186,17 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, terminate)
     try:
-        with lab:
-            code = supervise(lab, events, command)
+        yield
     except NotPermitted as error:
         raise SystemExit(f"no lab here: {error}") from None
+    except CommandFailed as error:
+        raise SystemExit(f"the lab has failed: {error}") from None
+
+
+def main() -> None:
+    lab, events, command = parse(sys.argv[1:])
+    with orderly(), lab:
+        code = supervise(lab, events, command)
     raise SystemExit(code)
 
 

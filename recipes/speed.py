@@ -2,28 +2,30 @@
 
     python recipes/speed.py --out speed --rates 200 --ranks 2,4                    # ResNet-18, period 8
     python recipes/speed.py --out speed --rates 500 --ranks 2,4 --period 4
-    python recipes/speed.py --out speed --rates 50 --ranks 2                       # a transfer longer than a round
-    python recipes/speed.py --out speed --rates 1000 --loopback --workload resnet18_64 --contenders all  # the peers' work
-    python recipes/speed.py --out speed --rates none --workload tiny --rounds 200  # a strategy's own cost; so does resnet18
-    python recipes/speed.py --out speed --rates 200 --workload gpt                 # and vgg16, huge
+    python recipes/speed.py --out speed --rates 50                                 # a transfer longer than a round
+    python recipes/speed.py --out speed --rates 1000 --workload vgg16              # one tensor of 411 MB
+    python recipes/speed.py --out speed --rates 1000 --loopback --workload resnet18_64 --contenders all  # and neighbours
+    python recipes/speed.py --out speed --rates none --workload tiny --rounds 200  # a step's own cost
+    python recipes/speed.py --out speed --rates none --workload resnet20 --batch-size 32  # that of longer steps
 
-Each of these is a row of the targets, and needs the rights that `netlab.py` needs. Every rank has a link of its own to a
-switch; with ``--loopback`` all of them share one rate for both directions. Runs land in folders of their own below
-``--out``, whose `table.md` and plots join all runs that lie there. Whatever else is given goes to `cocod-bench --help`.
+docs/benchmarks.md has the figures of such runs, each with its whole command. All need the rights that `netlab.py` needs.
+Every rank has a link of its own to a switch; with ``--loopback`` all of them share one rate for both directions. Runs land
+in folders of their own below ``--out``, whose `table.md` and plots join all runs that lie there. Whatever else is given
+goes to `cocod-bench` (see its ``--help``).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from lab import Lab, Link, NotPermitted, Ranks, SharedLoopback
-from netlab import mbit
+from lab import Lab, Link, Ranks, SharedLoopback
+from netlab import mbit, orderly
 
 BENCH = [sys.executable, "-m", "lightning_cocod.cli.bench.main"]
 
@@ -36,8 +38,9 @@ def network(ranks: int, rate: float | None, loopback: bool) -> Ranks:
 def measure(lab: Ranks, rate: float | None, options: Sequence[str], out: Path) -> int:
     """One run of the benchmark; the worst rank's exit code."""
     told = [] if rate is None else ["--link-rate", f"{rate:g}"]
-    with lab:
-        ranks = lab.run([*BENCH, *options, *told, "--out", str(out)], stdin=subprocess.DEVNULL)
+    with TemporaryDirectory(prefix="cocod-bench-") as scratch, lab:  # leaving the lab kills ranks: they clean nothing up
+        command = [*BENCH, *options, *told, "--out", str(out)]
+        ranks = lab.run(command, env={"TMPDIR": scratch}, stdin=subprocess.DEVNULL)
         return max(abs(process.wait()) for process in ranks)
 
 
@@ -49,24 +52,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for all runs")
     options, others = parser.parse_known_args()
     try:
-        rates, numbers = [mbit(word) for word in options.rates.split(",")], [int(word) for word in options.ranks.split(",")]
+        settings = list(product(map(int, options.ranks.split(",")), map(mbit, options.rates.split(","))))
+        labs = [network(ranks, rate, options.loopback) for ranks, rate in settings]
     except ValueError as error:
         parser.error(str(error))
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     worst = 0
-    for ranks in numbers:
-        for rate in rates:
+    with orderly():
+        for lab, (ranks, rate) in zip(labs, settings, strict=True):
             kind = [word for word in (f"{ranks}x", "loopback" if options.loopback else "", *others) if word]
-            out = options.out / "-".join([f"{rate:g}" if rate else "none", *(word.strip("-") for word in kind)]).replace(
-                "/", "_"
-            )
-            try:
-                worst = max(worst, measure(network(ranks, rate, options.loopback), rate, others, out))
-            except NotPermitted as error:
-                raise SystemExit(f"no lab here: {error}") from None
-    runs = sorted(str(file.parent) for file in options.out.glob("*/run.json"))
-    if runs:
-        subprocess.run([*BENCH, "report", *runs, "--out", str(options.out)], check=True, env=os.environ)
+            name = "-".join([f"{rate:g}" if rate else "none", *(word.strip("-") for word in kind)]).replace("/", "_")
+            worst = max(worst, measure(lab, rate, others, options.out / name))
+        if runs := sorted(str(file.parent) for file in options.out.glob("*/run.json")):
+            worst = max(worst, subprocess.run([*BENCH, "report", *runs, "--out", str(options.out)]).returncode)
     sys.exit(worst)
 
 

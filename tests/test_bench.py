@@ -1,22 +1,36 @@
-"""cocod-bench: the order of trainings, figures from canned results, tables, one real run in which a contender crashes."""
+"""cocod-bench: the order of trainings, figures from canned results, tables, the place of a rank, and real runs."""
 
 import csv
 import json
 import math
+import os
+import re
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
+from ipaddress import ip_address
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
+from support.ranks import free_port, run_ranks
+from support.slurm import become_a_task
+from torch.distributed import TCPStore
 
-from lightning_cocod import CoCoDStrategy, strategies
+from lightning_cocod import ADPSGDStrategy, CoCoDStrategy, strategies
 from lightning_cocod.cli.bench import counters, main, plots, tables
-from lightning_cocod.cli.bench.contenders import contenders
+from lightning_cocod.cli.bench import host as hosts
+from lightning_cocod.cli.bench.contenders import contenders, own
 from lightning_cocod.cli.bench.contenders.torchft import halves
-from lightning_cocod.cli.bench.host import FOLLOWED, errors
+from lightning_cocod.cli.bench.host import FOLLOWED, Host, errors
+from lightning_cocod.cli.bench.job import Job, Seat
 from lightning_cocod.cli.bench.plan import Plan, schedule
 from lightning_cocod.cli.bench.statistics import Row, Setting, rows
 from lightning_cocod.cli.bench.work import WORK, Training
+from lightning_cocod.cli.ranks import started_by_launcher
 from lightning_cocod.workloads import InputError
 
 PLAN = Plan("tiny", ("none", "transport", "cocod", "ddp"), period=4, batch_size=2, repeats=3)
@@ -136,6 +150,31 @@ def test_a_link_that_is_too_slow_is_the_limit():
     assert made["cocod"].fraction < made["cocod"].target
 
 
+ON_THE_LINK = 8e6 * 8 * 1514 / 1448 / 200e6  # seconds of an all-reduce's bytes at 200 Mbit/s, in frames
+
+
+@pytest.mark.parametrize(
+    ("device", "rate", "seconds"),
+    [
+        ("eth0", 200.0, ON_THE_LINK),
+        ("lo", 200.0, ON_THE_LINK),  # the counter has seen both ranks' bytes, and they share the rate
+        ("eth0", 10.0, 4.0),
+        ("eth0", None, 4.0),
+    ],
+)
+def test_a_transport_that_is_slower_than_its_link_is_no_limit(device, rate, seconds):
+    given = trials(none=[0.1], cocod=[4.4], transport=[result(4.0)])
+    made = by_name(rows({**run(link_rate=rate), "device": device}, given))
+    assert made["cocod"].limit == pytest.approx(0.1 / seconds)
+
+
+@pytest.mark.parametrize(("ranks", "note"), [(1, ""), (2, "has sent nothing in the measured rounds: take more of them")])
+def test_a_transport_that_has_sent_nothing_judges_nobody(ranks, note):
+    given = of_ranks(ranks, none=1.0, cocod=1.25, transport=result(1.0, sent=0.0))
+    made = by_name(rows({**run(), "ranks": ranks}, given))
+    assert (made["cocod"].fraction, made["cocod"].limit, made["transport"].note) == (0.8, None, note)
+
+
 def test_costs_are_those_of_a_step_and_a_rank():
     cocod = result(2.0, peak=112e6, cpu=(1.6, 0.2, 0.04), metrics={"comm/exposed_ms": 3.0})
     row = by_name(rows(run(), trials(none=[2.0], cocod=[cocod])))["cocod"]
@@ -203,6 +242,13 @@ def test_tables_hold_every_row(made, tmp_path):
     assert "0.980 (0.980–0.980)" in tables.plain(made)
 
 
+def test_what_a_table_without_the_transport_lacks_is_said(made):
+    alone = [row for row in made if row.contender != "transport"]
+    for text in (tables.plain, tables.markdown):
+        assert "they need transport" not in text(made)
+        assert text(alone).count("they need transport among the --contenders.\n") == 2  # once in each setting
+
+
 def test_plots(made, tmp_path):
     pytest.importorskip("matplotlib")
     (path,) = plots.save(made, tmp_path)
@@ -214,7 +260,7 @@ def test_plots(made, tmp_path):
 def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     main.conclude(made, tmp_path)
-    assert "pip install 'lightning-cocod[bench]'" in capsys.readouterr().out
+    assert "pip install -e '.[bench]'" in capsys.readouterr().out
     assert (tmp_path / "table.md").exists()
 
 
@@ -253,11 +299,17 @@ def test_a_strategy_that_is_registered_later_is_a_contender(monkeypatch):
     class Later(CoCoDStrategy):
         registered_name = "later"
 
-    assert {strategy.registered_name for strategy in strategies.STRATEGIES} <= set(contenders())
-    assert "later" not in contenders()
-    monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, Later))
-    assert "later" in contenders()
-    assert "later" in main.plan_of(main.parse([])).contenders
+    registry = _StrategyRegistry(StrategyRegistry)
+    monkeypatch.setattr("lightning_cocod.cli.bench.contenders.StrategyRegistry", registry)
+    assert list(own()) == [strategy.registered_name for strategy in strategies.STRATEGIES]
+    Later.register_strategies(registry)
+    registry.register("shorter", Later, period=2)
+    assert [name for name in own() if name not in StrategyRegistry] == ["later", "shorter"]  # not later_spawn and the like
+    assert {"later", "shorter"} < set(main.plan_of(main.parse([])).contenders)
+    made = []
+    for name in ("later", "shorter"):
+        contenders()[name](SimpleNamespace(plan=PLAN, fit=made.append))
+    assert [strategy._make.keywords["period"] for strategy in made] == [PLAN.period, 2]
 
 
 @pytest.mark.parametrize(
@@ -294,18 +346,152 @@ def test_a_workload_trains(name):
     assert len(cut) == len(parameters)
 
 
-# A real run
+# The place of a rank
+
+
+def placed_by_slurm(rank, ranks, folder):
+    become_a_task(rank, ranks, folder)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME"):
+        del os.environ[name]
+    assert started_by_launcher()
+    host = Host.of_one(PLAN, folder)
+    host._leave()
+    return list(host.local), host.ranks, host.leads, host._address, counters.device()
+
+
+def test_a_task_of_slurm_is_a_rank(tmp_path):
+    assert run_ranks(placed_by_slurm, 2, tmp_path, init=False) == [
+        ([0], 2, True, "localhost", "lo"),
+        ([1], 2, False, "localhost", "lo"),
+    ]
+
+
+HERE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+TASKS = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({**HERE}, "has not told this rank its place: .*MASTER_PORT expected, but not set"),
+        (TASKS, "srun: .*--ntasks-per-node=2"),
+        ({**HERE, "MASTER_PORT": "", "GLOO_SOCKET_IFNAME": "nowhere0"}, "there is no network device 'nowhere0'"),
+    ],
+)
+def test_what_a_launcher_has_left_out_is_said_in_one_line(told, says, tmp_path, monkeypatch, capsys):
+    for name in ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value or str(free_port()))
+    monkeypatch.setattr(sys, "argv", ["cocod-bench", "--workload", "tiny", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2
+    assert re.fullmatch(f"cocod-bench: .*{says}.*\n", capsys.readouterr().err)
+
+
+def test_the_device_is_that_of_the_narrowest_route():
+    def way(device, network, metric, mask):
+        to, mask = (int.from_bytes(ip_address(text).packed, sys.byteorder) for text in (network, mask))
+        return f"{device}\t{to:08X}\t00000000\t0001\t0\t0\t{metric}\t{mask:08X}\t0\t0\t0"
+
+    head = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
+    ways = [
+        way("far0", "0.0.0.0", 0, "0.0.0.0"),
+        way("slow0", "10.77.0.0", 600, "255.255.255.0"),
+        way("eth0", "10.77.0.0", 100, "255.255.255.0"),
+        way("peer0", "10.77.0.9", 900, "255.255.255.255"),
+    ]
+    table = "\n".join([head, *ways])
+    found = [counters.device_towards(address, table) for address in ("10.77.0.1", "10.77.0.9", "10.78.0.1")]
+    assert found == ["eth0", "peer0", "far0"]
+    with pytest.raises(ValueError, match="no route"):
+        counters.device_towards("10.78.0.1", "\n".join([head, *ways[1:]]))
+
+
+# Real runs
+
+
+class Slow(L.Callback):
+    def on_train_batch_start(self, *_):
+        time.sleep(0.02)
+
+
+def measured_at_own_speed(rank, ranks, port, folder):
+    """One rank makes many times as many steps as the other."""
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    seat = Seat(rank, ranks, "127.0.0.1", port, number=0, free_port=int(os.environ["MASTER_PORT"]))
+    os.environ.update(seat.environment())
+    job = Job(replace(PLAN, rounds=3), seat, folder / f"{rank}.json")
+    job.fit(ADPSGDStrategy(), *([Slow()] if rank else []))
+    del store
+    return len(json.loads((folder / f"{rank}.json").read_text())["rounds"])
+
+
+def test_a_slow_rank_is_measured_as_long_as_a_fast_one(tmp_path):
+    assert run_ranks(measured_at_own_speed, 2, free_port(), tmp_path, init=False) == [3, 3]
+
+
+@pytest.fixture
+def _started_here(monkeypatch):
+    """What a run sets is put back."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Makes a library that does something when it is imported."""
+
+    def make(name, does):
+        folder = tmp_path / "path" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(does)
+        monkeypatch.syspath_prepend(str(folder.parent))
+
+    return make
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.usefixtures("_started_here")
+def test_every_contender_trains(tmp_path, library):
+    """Ranks that wait for each other, ranks that share their epochs, and who has no others."""
+    for name in ("torchft", "hivemind"):
+        library(name, f"raise ModuleNotFoundError('not here', name='{name}.something')")
+    out = tmp_path / "out"
+    options = "--workload tiny --batch-size 2 --period 2 --rounds 4 --repeats 1 --limit 100 --contenders all"
+    main.measure([*options.split(), "--out", str(out)])
+    made = main.read(out)
+    assert [row.contender for row in made] == list(contenders())
+    notes = {row.contender: row.note for row in made if row.note}
+    assert notes.pop("none", "rough").startswith("rough")  # others may use this machine
+    foreign = [name for name in contenders() if name.startswith(("torchft", "hivemind"))]
+    assert notes == {name: f"not installed: {name.partition('_')[0]}" for name in foreign}
+    assert all(row.fraction for row in made if row.contender not in ("transport", *foreign))
+    told = [row.contender for row in made if row.exposed_ms is not None]
+    assert told == [*own(), "ssgd_overlap_pull"]
+    assert [row.contender for row in made if row.target is not None] == list(own())
+
+
+@pytest.mark.usefixtures("_started_here")
+def test_what_hangs_is_ended_and_not_tried_again(tmp_path, library, monkeypatch, capsys):
+    library("torchft", "import time; time.sleep(1000)")
+    plan = replace(PLAN, contenders=("none", "torchft_diloco"), repeats=3, limit=2.0)
+    monkeypatch.setattr(hosts, "schedule", lambda plan: [entry for entry in schedule(plan) if entry.contender != "none"])
+    host = Host.of_all(plan, tmp_path / "out", 2)
+    main.begin(host)
+    host.run()
+    row = by_name(main.read(host.out))["torchft_diloco"]
+    assert (row.note, row.repeats) == ("timed out after 2 s", 0)
+    assert len((host.out / main.TRIALS).read_text().splitlines()) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 @pytest.mark.timeout(150)
-def test_a_run_measures_and_keeps_the_row_of_what_crashes(tmp_path, monkeypatch, capsys):
-    """Training, communicating or not, and a library that this environment is told not to have."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set by the run, so put back
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    broken = tmp_path / "path" / "torchft"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("import os; os.abort()")
-    monkeypatch.syspath_prepend(str(broken.parent))
+@pytest.mark.usefixtures("_started_here")
+def test_a_run_measures_and_keeps_the_row_of_what_crashes(tmp_path, library, capsys):
+    """Training, communicating or not, and a library that ends the process."""
+    library("torchft", "import os; os.abort()")
     out = tmp_path / "out"
     options = "--workload mlp --period 4 --rounds 2 --repeats 1 --limit 60 --contenders transport,cocod,ddp,torchft_diloco"
     main.measure([*options.split(), "--out", str(out)])

@@ -1,4 +1,7 @@
-"""The slow network on one machine: its command line, its links, an outage in mid-run, and that nothing is left."""
+"""The slow network on one machine: its command line, its links, an outage in mid-run, and that nothing is left.
+
+So for the benchmark's recipe, which runs in it.
+"""
 
 import json
 import os
@@ -21,6 +24,8 @@ sys.path.insert(0, str(RECIPES))
 import lab as labs  # noqa: E402
 import netlab  # noqa: E402
 from lab import Lab, Link, SharedLoopback  # noqa: E402
+
+from lightning_cocod.cli.bench.counters import device_towards  # noqa: E402
 
 LIMIT = 60.0  # seconds for anything that waits; far above what is needed
 pytestmark = pytest.mark.timeout(150)
@@ -177,6 +182,81 @@ def test_the_loopback_is_one_for_all():
         assert codes == [3, 4]
 
 
+OUTSIDE = """
+import errno, socket, sys
+for address in sys.argv[1:]:
+    with socket.socket() as probe:
+        print(errno.errorcode[probe.connect_ex((address, 9))])
+"""
+
+
+@needs_a_lab
+@pytest.mark.parametrize(("lab", "peer"), [(Lab([Link()] * 2), "10.77.0.1"), (SharedLoopback(2, None), "127.0.0.1")])
+def test_no_rank_has_a_route_to_anybody_but_the_others(lab, peer):
+    """A peer answers that nobody listens; from another network (one for examples, another for benchmarks) nothing can."""
+    with lab:
+        processes = lab.run([sys.executable, "-IS", "-c", OUTSIDE, peer, "192.0.2.1", "198.18.0.1"], stdout=subprocess.PIPE)
+        found = [process.communicate(timeout=LIMIT)[0].split() for process in processes]
+    assert found == [["ECONNREFUSED", "ENETUNREACH", "ENETUNREACH"]] * 2
+
+
+@needs_a_lab
+def test_the_benchmark_counts_the_device_of_the_link():
+    with Lab([Link()] * 2) as lab:
+        for rank in range(2):  # the first is the master itself
+            assert device_towards("10.77.0.1", lab.home(rank).do("cat /proc/net/route")) == "eth0"
+
+
+WAITS = """
+import socket, subprocess, sys, time
+def is_cut():
+    with socket.socket() as probe:
+        probe.settimeout(2.0)
+        return probe.connect_ex((sys.argv[1], 9)) != 111  # refused: by whoever is there, at once
+def rate():
+    return subprocess.run(["tc", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True).stdout
+if sys.argv[2] == "1":
+    while "rate 9Mbit" not in rate():
+        time.sleep(0.02)
+    print("has another rate")
+else:
+    while not is_cut():
+        time.sleep(0.02)
+    print("is cut off")
+"""
+
+
+@needs_a_lab
+def test_what_is_to_happen_happens_while_the_ranks_run():
+    """Each rank goes on until it sees it; without it they would until the limit."""
+    line = "--rate 100 --outage 0@0.3+500 --change 1@0.1=7 --change 1@0.2=9/11"
+    script = f"exec {sys.executable} -ISc '{WAITS}' 10.77.0.2 $RANK"
+    command = [sys.executable, RECIPES / "netlab.py", *line.split(), "--", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("[netlab]")] == [
+        "[netlab] 0.1 s: rank 1 has 7.0 up, 7.0 down, in Mbit/s",
+        "[netlab] 0.2 s: rank 1 has 9.0 up, 11.0 down, in Mbit/s",
+        "[netlab] 0.3 s: rank 0 is cut off",
+        "[netlab] not done, as all ranks had ended before: 500.3 s: rank 0 is connected again",
+    ]
+    assert {"[0] is cut off", "[1] has another rate"} <= set(lines)
+
+
+TOO_SLOW = "1e-9"  # Mbit/s: less than a byte a second
+
+
+@needs_a_lab
+@pytest.mark.parametrize("line", ["netlab.py --rate R -- true", "netlab.py --change 0@0=R -- sleep 9", "speed.py --rates R"])
+def test_a_lab_that_fails_ends_with_one_line(line, tmp_path):
+    recipe, *arguments = line.replace("R", TOO_SLOW).split()
+    arguments += ["--out", tmp_path] if recipe == "speed.py" else []
+    done = subprocess.run([sys.executable, RECIPES / recipe, *arguments], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert re.fullmatch(r"the lab has failed: 'tc qdisc replace dev eth0 .*' failed: .*\n", done.stderr)
+
+
 # Nothing is left
 
 
@@ -241,6 +321,32 @@ def test_the_worst_rank_decides_the_exit_code_and_each_line_says_whose_it_is():
     assert done.returncode == 128 + signal.SIGKILL
     assert {"[0] rank 0 of 2", "[1] rank 1 of 2"} <= set(done.stdout.splitlines())
     assert "not done, as all ranks had ended before: 500 s: rank 0 is cut off" in done.stdout
+
+
+STANDS_IN = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import speed
+speed.BENCH = ["sh", "-c", "mktemp -d -t cocod-bench-XXXX && exec sleep 1000"]
+speed.main()
+"""
+
+
+@needs_a_lab
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_benchmark_after_a_signal(number, tmp_path):
+    """Of ranks that are killed and cannot remove their folders themselves."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-c", STANDS_IN, RECIPES, "--out", tmp_path / "out"]
+    pipe, env = subprocess.PIPE, {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as process:
+        folders = [Path(process.stdout.readline().strip()) for _ in range(2)]
+        assert all(folder.is_dir() and scratch in folder.parents for folder in folders)
+        process.send_signal(number)
+        assert process.communicate(timeout=LIMIT) == ("", "")
+        assert process.returncode == 128 + number
+    assert list(scratch.iterdir()) == []
 
 
 # An outage in the middle of a run

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")  # seconds
+GLOO_DEVICE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
 TRAINING, COMMUNICATION, HEARTBEAT, OTHERS = KINDS = ("training", "communication", "heartbeat", "others")
 
 
@@ -63,8 +66,29 @@ def peak_memory() -> int:
 
 
 def device() -> str:
-    """The network device of this rank's traffic."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    """The network device of this rank's traffic, as Gloo is told as well."""
+    return os.environ.get(GLOO_DEVICE, LOOPBACK)
+
+
+def device_towards(address: str, routes: str) -> str:
+    """The network device on the way to another machine.
+
+    Args:
+        address: of that machine, IPv4 or a name.
+        routes: the kernel's table, ``/proc/net/route``.
+
+    Raises:
+        ValueError: there is no way.
+        OSError: the name is nobody's.
+    """
+    there, ways = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder), []
+    for line in routes.splitlines()[1:]:
+        name, network, _, _, _, _, metric, mask, *_ = line.split()
+        if there & int(mask, 16) == int(network, 16):
+            ways.append((int(mask, 16).bit_count(), -int(metric), name))
+    if not ways:
+        raise ValueError("there is no route")
+    return max(ways)[-1]
 
 
 def sent(device: str) -> int:
@@ -77,4 +101,4 @@ def sent(device: str) -> int:
         name, _, numbers = line.partition(":")
         if name.strip() == device:
             return int(numbers.split()[8])
-    raise ValueError(f"there is no network device {device!r} (GLOO_SOCKET_IFNAME)")
+    raise ValueError(f"there is no network device {device!r} ({GLOO_DEVICE})")

@@ -16,18 +16,23 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_cocod.cli.bench import counters
 from lightning_cocod.cli.bench.job import Seat, process
 from lightning_cocod.cli.bench.meter import Result
 from lightning_cocod.cli.bench.plan import Entry, Plan, schedule
+from lightning_cocod.comm.meeting import own_address
+from lightning_cocod.workloads import InputError
 
 GRACE = 10.0  # seconds that a rank may go on after another has failed
-LOOK = 0.5  # seconds between two looks at the processes
+LOOK = 0.5  # seconds between two looks at the other hosts, while the processes here go on
 FOLLOWED = "ended, as another rank had failed"
 
 _processes = multiprocessing.get_context("forkserver")
@@ -59,18 +64,24 @@ class Host:
     @classmethod
     def of_all(cls, plan: Plan, out: Path, ranks: int) -> Host:
         """All ranks, on this machine."""
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ[counters.GLOO_DEVICE] = counters.LOOPBACK
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_patience(plan))
         return cls(plan, out, range(ranks), ranks, store, "127.0.0.1", store.port)
 
     @classmethod
     def of_one(cls, plan: Plan, out: Path) -> Host:
-        """The rank that a launcher has started.
+        """The rank that torchrun or srun has started.
 
         Raises:
-            ValueError: its variables are incomplete.
+            InputError: its variables are incomplete, or say nothing of the network device and no route does either.
         """
-        store, rank, ranks = next(iter(rendezvous("env://", timeout=_patience(plan))))
+        if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+            os.environ.update(_place_in_slurm())
+        try:
+            store, rank, ranks = next(iter(rendezvous("env://", timeout=_patience(plan))))
+        except ValueError as error:
+            raise InputError(f"the launcher has not told this rank its place: {error}") from None
+        _choose_device(store, rank, ranks)
         return cls(plan, out, [rank], ranks, store, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
     def run(self) -> None:
@@ -137,7 +148,7 @@ class Host:
         why, deadline = f"timed out after {self.plan.limit:g} s", time.monotonic() + self.plan.limit
         running = dict(children)
         while running and time.monotonic() < deadline:
-            time.sleep(LOOK)
+            wait([child.sentinel for child in running.values()], LOOK)
             running = {rank: child for rank, child in running.items() if child.is_alive()}
             if any(child.exitcode for child in children.values()):
                 meeting.set("failed", "")
@@ -146,6 +157,34 @@ class Host:
         if running:
             meeting.set("failed", "")
         return dict.fromkeys(running, why)
+
+
+def _place_in_slurm() -> dict[str, str]:
+    """What torch reads, from the variables of srun."""
+    try:
+        slurm = SLURMEnvironment()
+    except RuntimeError as error:  # which number of tasks it wants to be told
+        raise InputError(f"srun: {error}") from None
+    place = {"RANK": slurm.global_rank(), "WORLD_SIZE": slurm.world_size(), "MASTER_PORT": slurm.main_port}
+    return {"MASTER_ADDR": slurm.main_address, **{name: str(value) for name, value in place.items()}}
+
+
+def _choose_device(store: Store, rank: int, ranks: int) -> None:
+    """For Gloo and the counters, where nobody has: that of the way to rank 0's machine, or the loopback if all are on it."""
+    store.set(f"{rank} is at", own_address(store))
+    machines = {store.get(f"{other} is at") for other in range(ranks)}
+    address = os.environ["MASTER_ADDR"]
+    if counters.GLOO_DEVICE not in os.environ:
+        try:
+            routes = Path("/proc/net/route").read_text()
+            device = counters.LOOPBACK if len(machines) == 1 else counters.device_towards(address, routes)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{counters.GLOO_DEVICE}: name the network device to MASTER_ADDR={address} ({error})") from None
+        os.environ[counters.GLOO_DEVICE] = device
+    try:
+        counters.sent(counters.device())
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def end(child: ForkServerProcess) -> None:

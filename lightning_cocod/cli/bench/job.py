@@ -20,9 +20,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lightning_cocod.algorithms.heap import keep_freed_memory
 from lightning_cocod.cli.bench.contenders import contenders
-from lightning_cocod.cli.bench.meter import Boundaries, Meter, Result
+from lightning_cocod.cli.bench.meter import Boundaries, Meter, Result, TogetherToTheEnd
 from lightning_cocod.cli.bench.plan import GIVING_BACK, Plan
-from lightning_cocod.cli.bench.work import WORK, Batches, Training
+from lightning_cocod.cli.bench.work import WORK, Batches, Training, numbered
+from lightning_cocod.strategies import AsynchronousStrategy
+
+UNEQUAL = 4  # times the batches that equal ranks need: an epoch of fewer might end, where all meet, while one is measured
 
 
 class Seat(NamedTuple):
@@ -65,6 +68,7 @@ class Job:
         store = TCPStore(seat.address, seat.port, is_master=False, timeout=timedelta(seconds=plan.limit))
         self.store: Store = PrefixStore(f"entry {seat.number} job", store)
         """Where the ranks' processes of this entry can tell each other something before training."""
+        self._meetings = 0
         torch.manual_seed(plan.seed)
         self.module = Training(WORK[plan.workload], plan.batch_size)
         self.meter = Meter(plan.warmup, plan.rounds, self._done, lambda: self.module.computed)
@@ -81,31 +85,44 @@ class Job:
         dist.init_process_group("gloo", timeout=timedelta(seconds=self.plan.limit))
 
     def together(self) -> None:
-        """Return when all ranks have come here."""
-        if self.store.add("here", 1) == self.seat.ranks:
-            self.store.set("all", "")
-        self.store.wait(["all"])
+        """Return when all ranks have come here as often."""
+        self._meetings += 1
+        if self.store.add(f"at meeting {self._meetings}", 1) == self.seat.ranks:
+            self.store.set(f"meeting {self._meetings}", "")
+        self.store.wait([f"meeting {self._meetings}"])
 
     def fit(self, strategy: Strategy, *callbacks: L.Callback) -> None:
         """Train as long as it takes to measure, as a user would: with the Trainer.
 
         Where ranks share CPUs, for a round longer: one that ends early must not make room for those still being measured.
+        Ranks that claim their batches, as many as each is fast, train until all have been measured.
         """
         shared = self.seat.ranks * self.plan.threads > (os.cpu_count() or 1)
         steps = self.plan.steps + (self.plan.period if shared else 0)
+        boundaries = Boundaries(self.meter, self.plan.period, self.together)
+        if isinstance(strategy, AsynchronousStrategy):
+            loader: Any = numbered(self.module.batch, UNEQUAL * steps * self.seat.ranks)
+            end: dict[str, Any] = {"max_epochs": -1}
+            callbacks = *callbacks, boundaries, TogetherToTheEnd(self.meter, self._is_last)
+        else:
+            loader, end = Batches(self.module.batch, steps), {"max_steps": steps}
+            callbacks = *callbacks, boundaries
         trainer = L.Trainer(
             strategy=strategy,
             accelerator="cpu",
             devices=1,
             num_nodes=self.seat.ranks if isinstance(strategy, ParallelStrategy) else 1,
-            callbacks=[*callbacks, Boundaries(self.meter, self.plan.period, self.together)],
-            max_steps=steps,
+            callbacks=list(callbacks),
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **end,
         )
-        trainer.fit(self.module, Batches(self.module.batch, steps))
+        trainer.fit(self.module, loader)
+
+    def _is_last(self) -> bool:
+        return self.store.add("measured", 1) == self.seat.ranks
 
     def _done(self, result: Result) -> None:
         parameters = sum(p.numel() * p.element_size() for p in self.module.parameters())

@@ -92,7 +92,7 @@ def conclude(made: Sequence[Row], out: Path) -> None:
     try:
         written += plots.save(made, out)
     except ModuleNotFoundError as error:
-        print(f"no plots, as {error.name} is not installed: pip install 'lightning-cocod[bench]'")
+        print(f"no plots, as {error.name} is not installed: pip install -e '.[bench]' in a clone")
     for path in written:
         print(path)
 

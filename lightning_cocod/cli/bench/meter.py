@@ -37,6 +37,11 @@ class Meter:
         self._reading = Reading()
         self.algorithm: Algorithm | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the last round to be measured has ended."""
+        return self._count >= self._warmup + self._rounds
+
     def boundary(self) -> None:
         """A round has ended, and the next begins."""
         self._count += 1
@@ -93,3 +98,22 @@ class Boundaries(L.Callback):
         self._steps += 1
         if self._steps % self._period == 0:
             self._meter.boundary()
+
+
+class TogetherToTheEnd(L.Callback):
+    """Where ranks make different numbers of steps, all of them train on until each has been measured.
+
+    Args:
+        meter: of this rank.
+        is_last: called once, when this rank has been measured; tells whether all others have been.
+    """
+
+    def __init__(self, meter: Meter, is_last: Callable[[], bool]) -> None:
+        self._meter, self._is_last = meter, is_last
+        self._told = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """A stop of one rank's own is everybody's."""
+        if self._meter.is_done and not self._told:
+            self._told = True
+            trainer.should_stop = self._is_last()

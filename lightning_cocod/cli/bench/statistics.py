@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning_cocod.cli.bench.counters import COMMUNICATION, HEARTBEAT, OTHERS, TRAINING
+from lightning_cocod.cli.bench.counters import COMMUNICATION, HEARTBEAT, LOOPBACK, OTHERS, TRAINING
 from lightning_cocod.cli.bench.host import errors
 from lightning_cocod.cli.bench.meter import Result
 from lightning_cocod.cli.bench.plan import ALONE, CEILING
 
 TRANSPORT = "transport"
 QUIET = 0.02  # of the CPUs: what other processes may take before figures count as rough
+FRAMES = 1514 / 1448  # Ethernet's bytes for TCP's content; devices count whole buffers, with one header each
 SILENCE = 0.005  # of the parameters' bytes in a round
 HIDDEN, BOUND = 0.98, 0.95  # of what the transport leaves; of what the link allows where a transfer does not fit
 Trials = Mapping[int, Sequence[Result]]  # repeat → a result of each rank
@@ -121,7 +122,7 @@ def rows(run: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Ro
             row = _with_costs(row, of)
             if name not in ALONE and sends_nothing(row, of) and not row.note:
                 row = row._replace(note="has sent nothing in the measured rounds: take more of them")
-        if of and name == TRANSPORT:
+        if of and name == TRANSPORT and row.sent_mb:  # one rank has nobody to send to
             link = Transport.of(row, of, others, run)
         if of and name != TRANSPORT:
             row = row._replace(step_ms=1e3 * median(_step(results, period) for results in of.values()))
@@ -178,10 +179,9 @@ def _with_costs(row: Row, of: Trials) -> Row:
     def cpu(kind: str) -> float:
         return 1e3 * mean(lambda result: sum(result["cpu"][kind])) / row.setting.period
 
-    sharing = row.setting.ranks if row.setting.device == "lo" else 1
     told = all("metrics" in result for results in of.values() for result in results)
     return row._replace(
-        sent_mb=mean(lambda result: result["sent"]) / sharing / row.setting.period / 1e6,
+        sent_mb=mean(lambda result: result["sent"]) / _sharing(row.setting) / row.setting.period / 1e6,
         training_ms=cpu(TRAINING),
         communication_ms=cpu(COMMUNICATION),
         heartbeat_ms=cpu(HEARTBEAT),
@@ -189,6 +189,11 @@ def _with_costs(row: Row, of: Trials) -> Row:
         machine_ms=1e3 * mean(lambda result: result["machine"]) / row.setting.ranks / row.setting.period,
         exposed_ms=mean(lambda result: result["metrics"]["comm/exposed_ms"]) if told else None,
     )
+
+
+def _sharing(setting: Setting) -> int:
+    """Ranks that share a device."""
+    return setting.ranks if setting.device == LOOPBACK else 1
 
 
 def sends_nothing(row: Row, of: Trials) -> bool:
@@ -203,7 +208,7 @@ class Transport(NamedTuple):
     """An all-reduce of the parameters, alone on the same link.
 
     Attributes:
-        seconds: that it takes.
+        seconds: that it takes, or that its bytes take at the link's rate if that is known and the transport is slower.
         cpu: seconds of each rank: all threads, and what the kernel does for them outside of any thread.
         interrupts: the latter part of them.
         sent_mb: by each rank in an all-reduce, divided by the steps of a period.
@@ -232,6 +237,9 @@ class Transport(NamedTuple):
         threads = row.setting.period * sum(ms or 0.0 for ms in (row.training_ms, row.others_ms)) / 1e3
         machine = row.setting.period * row.machine_ms / 1e3 - others * seconds / row.setting.ranks
         capacity = min(run["threads"], run["cpus"] / run["ranks"])
+        if row.setting.link_mbit is not None:
+            megabits = 8 * FRAMES * row.setting.period * row.sent_mb * _sharing(row.setting)
+            seconds = min(seconds, megabits / row.setting.link_mbit)
         return cls(seconds, max(threads, machine), max(0.0, machine - threads), row.sent_mb, capacity)
 
     def judge(self, row: Row, alone: float, *, ours: bool) -> Row:

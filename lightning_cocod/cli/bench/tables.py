@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_cocod.cli.bench.statistics import Row, Setting
+from lightning_cocod.cli.bench.statistics import TRANSPORT, Row, Setting
 
 
 def _number(digits: int, sign: str = "") -> Callable[[Any], str]:
@@ -53,28 +53,37 @@ def title(setting: Setting) -> str:
     return f"{trained}, {setting.ranks} ranks, {link}{shared}, period {setting.period}"
 
 
+def hint(rows: Sequence[Row]) -> str:
+    """What is missing in a setting's table, on a line of its own; empty if nothing is."""
+    if any(row.contender == TRANSPORT for row in rows):
+        return ""
+    return f"No transport, limit, target and own %: they need {TRANSPORT} among the --contenders.\n"
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """A table for each setting, under a heading that names it."""
     parts = []
-    for setting, group in groupby(rows, lambda row: row.setting):
-        head = list(COLUMNS)
+    for setting, of in groupby(rows, lambda row: row.setting):
+        group, head = list(of), list(COLUMNS)
         lines = [head, ["---", *["---:"] * (len(head) - 2), "---"]]
         lines += [[text(row).replace("|", "\\|") for text in COLUMNS.values()] for row in group]
-        parts.append(f"## {title(setting)}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n")
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+        parts.append("\n".join(filter(None, [f"## {title(setting)}\n", table, hint(group)])))
     return "\n".join(parts)
 
 
 def plain(rows: Sequence[Row]) -> str:
     """For the terminal."""
     parts = []
-    for setting, group in groupby(rows, lambda row: row.setting):
+    for setting, of in groupby(rows, lambda row: row.setting):
+        group = list(of)
         lines = [list(COLUMNS), *([text(row) for text in COLUMNS.values()] for row in group)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         padded = (
             "  ".join(f"{cell:<{width}}" if at in (0, len(widths) - 1) else f"{cell:>{width}}" for at, (cell, width) in row)
             for row in (list(enumerate(zip(cells, widths, strict=True))) for cells in lines)
         )
-        parts.append(f"{title(setting)}\n" + "\n".join(line.rstrip() for line in padded) + "\n")
+        parts.append(f"{title(setting)}\n" + "\n".join(line.rstrip() for line in padded) + "\n" + hint(group))
     return "\n".join(parts)
 
 

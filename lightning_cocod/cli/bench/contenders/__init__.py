@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 from lightning_cocod import strategies
 from lightning_cocod.cli.bench.contenders import hivemind, local, ours, torch_ddp, torchft, transport
 from lightning_cocod.cli.bench.plan import CEILING, PLAIN
@@ -40,5 +42,14 @@ def contenders() -> dict[str, Contender]:
 
 
 def own() -> dict[str, Contender]:
-    """The strategies of this package, as they are registered now."""
-    return {strategy.registered_name: ours.contender(strategy) for strategy in strategies.STRATEGIES}
+    """The strategies of this package, and whatever else of their kind is registered with Lightning now.
+
+    Not those that would start ranks themselves, by another method than that of the command line.
+    """
+    return {
+        name: ours.contender(entry["strategy"], **entry["init_params"])
+        for name, entry in StrategyRegistry.items()
+        if isinstance(entry["strategy"], type)
+        and issubclass(entry["strategy"], strategies.AlgorithmStrategy)
+        and entry["init_params"].get("start_method", "popen") == "popen"
+    }

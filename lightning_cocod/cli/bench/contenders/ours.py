@@ -22,6 +22,6 @@ def contender(strategy: type[AlgorithmStrategy], **chosen: Any) -> Callable[[Job
         options: dict[str, Any] = {"period": job.plan.period} if "period" in known else {}
         if "warmup_steps" in known and known["warmup_steps"].default > 0:
             options["warmup_steps"] = 1
-        job.fit(strategy(**options, **chosen))
+        job.fit(strategy(**{**options, **chosen}))
 
     return train
