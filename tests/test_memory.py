@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT = 900.0  # seconds; on two idle cores it takes 70
+LIMIT = 900.0  # seconds; on two idle cores it takes about a tenth
 pytestmark = pytest.mark.timeout(LIMIT + 100)
 ROWS, COLUMNS, LAYERS = 1000, 1000, 40  # 40 tensors of 4 MB: a few MB for threads and connections weigh little
 BUCKETS = 0.05
