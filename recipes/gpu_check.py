@@ -1,12 +1,20 @@
-"""Checks on one GPU what CPU tests cannot, in less than five minutes: every algorithm and strategy of the package.
+"""Checks on one GPU what CPU tests cannot, in less than five minutes.
 
-    PYTHONPATH=. python recipes/gpu_check.py                    # all of it
-    PYTHONPATH=. python recipes/gpu_check.py --only bits,nccl   # some
-    PYTHONPATH=. python recipes/gpu_check.py --device cpu       # what means something without a GPU
+    PYTHONPATH=. python recipes/gpu_check.py                        # all of it
+    PYTHONPATH=. python recipes/gpu_check.py --only bits,nccl       # some
+    PYTHONPATH=. python recipes/gpu_check.py --of cocod,ad_psgd     # of some strategies
+    PYTHONPATH=. python recipes/gpu_check.py --device cpu           # what means something without a GPU
 
-Two ranks share the GPU over Gloo (NCCL, if there are two GPUs), one rank runs over NCCL. Each check is a group of processes
-with a hard limit, so that one that fails, hangs or crashes leaves the others alone. Prints a line as each is done, then a
-table, and exits with 0 only if none failed. What cannot be checked here is "skipped", with the reason, never "ok".
+Every algorithm whose ranks are in step is checked in plain loops, and its strategy under a Trainer: all precisions that
+it allows, resuming, traces, moving averages. Those whose ranks are not in step (AD-PSGD, A-PSGD, DC-ASGD, EAMSGD) have
+no bits to compare: they train in plain loops (``asynchrony``) and under a Trainer in all precisions but 16-mixed
+(``trainer_asynchrony``), and no more is looked at. One rank over NCCL (``nccl``) has all algorithms that are in step but
+D-PSGD and SGP, whose messages are for the other rank, and S-SGD, SSD-SGD, OD-SGD and CD-SGD, of whose servers it has a part.
+
+Two ranks share the GPU over Gloo (NCCL, if there are two GPUs), one rank runs over NCCL. Each check is a group of
+processes with a hard limit, so that one that fails, hangs or crashes leaves the others alone. Prints a line as each is
+done, then a table, and exits with 0 only if none failed. What cannot be checked here is "skipped", with the reason,
+never "ok". What is not reached within ``--limit`` has failed, and is told apart.
 
 Needs torch, torchvision and lightning (``pip install lightning torchvision``), nothing else, no network. Without Lightning
 only the plain loops are checked.
@@ -33,11 +41,14 @@ from pathlib import Path
 
 import torch
 from gpu_checks import costs, plain, rank, trainers  # noqa: F401  # importing them registers their checks
-from gpu_checks.library import ALGORITHMS, NO_LIGHTNING, ROOT
+from gpu_checks.library import ALGORITHMS, ASYNCHRONOUS, NO_LIGHTNING, ROOT, only
 from gpu_checks.rank import CHECKS, Check
 
 GRACE = 15.0
 """Seconds in which the other ranks must end once one has failed."""
+LEAST = 10.0
+"""Seconds without which no check is begun."""
+NOT_REACHED = "not reached within --limit"
 
 
 @dataclass
@@ -55,12 +66,11 @@ class Result:
 
 
 class Group:
-    """The processes of one check."""
+    """The processes of one check, which all run this command."""
 
-    def __init__(self, name: str, check: Check, device: str, folder: Path) -> None:
+    def __init__(self, check: Check, folder: Path, command: list[str]) -> None:
         self.check, self.folder = check, folder
         self.ended: dict[int, float] = {}
-        command = [sys.executable, __file__, "--rank-of", name, "--device", device]
         self.processes = []
         for number, port in ((n, port) for port in [_free_port()] for n in range(check.ranks)):
             ours = {"GPU_CHECK_FOLDER": str(folder), "GPU_CHECK_PARENT": str(os.getpid())}
@@ -70,9 +80,12 @@ class Group:
                     subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
                 )
 
-    def wait(self, seconds: float) -> str:
-        """Until all have ended. Returns what was wrong with that, or nothing."""
+    def wait(self, left: float) -> str:
+        """Until all have ended, so many seconds at most. Returns what was wrong with that, or nothing."""
+        seconds = min(self.check.limit, left)
         deadline, why = time.monotonic() + seconds, f"hung: ended after {seconds:.0f} s"
+        if left < self.check.limit:
+            why = f"not done within --limit: ended after {left:.0f} of the {self.check.limit:.0f} s that it may take"
         try:
             while len(self.ended) < len(self.processes):
                 for number, process in enumerate(self.processes):
@@ -98,8 +111,6 @@ class Group:
     def judge(self, hung: str) -> tuple[str, str]:
         """The verdict, and the reasons or the figures."""
         reports = [self._report(number) for number in range(self.check.ranks)]
-        if skipped := next((r["skipped"] for r in reports if r["skipped"]), ""):
-            return "skipped", skipped
         figures = "; ".join(f"{name}: {value}" for name, value in reports[0]["figures"].items())
         if self.check.loses is not None:
             return self._judge_loss(hung, reports)
@@ -108,7 +119,10 @@ class Group:
             wrong += [f"rank {number}: {reason}" for reason in report["failed"]]
             if self.processes[number].returncode and not report["failed"] and not hung:
                 wrong.append(f"rank {number} ended with {self.processes[number].returncode}: {self._last_words(number)}")
-        return ("FAILED", "; ".join([*wrong, figures])) if wrong else ("ok", figures)
+        if wrong:
+            return "FAILED", "; ".join([*wrong, figures])
+        skipped = next((report["skipped"] for report in reports if report["skipped"]), "")
+        return ("skipped", skipped) if skipped else ("ok", figures)
 
     def _judge_loss(self, hung: str, reports: list[dict]) -> tuple[str, str]:
         lost = self.check.loses
@@ -137,20 +151,23 @@ class Group:
         return "\n".join(f"--- rank {number}\n{text}" for number, text in enumerate(logs) if text.strip())
 
 
-def run(name: str, device: str, until: float) -> tuple[Result, str]:
+def run(name: str, device: str, until: float, of: list[str]) -> tuple[Result, str]:
     """One check; and what its ranks printed, if it failed."""
     check, begun = CHECKS[name.partition(":")[0]], time.monotonic()
     if check.cuda and device != "cuda":
         return Result(name, "skipped", "means something on a GPU only", 0.0), ""
     if check.lightning and NO_LIGHTNING:
         return Result(name, "skipped", NO_LIGHTNING, 0.0), ""
+    if not (ASYNCHRONOUS if check.asynchronous else ALGORITHMS):
+        return Result(name, "skipped", "of none of these strategies (--of)", 0.0), ""
     left = until - begun
-    if left < 10:
-        return Result(name, "FAILED", "not begun: the time for all checks is up (--limit)", 0.0), ""
+    if left < LEAST:
+        return Result(name, "FAILED", NOT_REACHED, 0.0), ""
     folder = Path(tempfile.mkdtemp(prefix="gpu_check-"))
     try:
-        group = Group(name, check, device, folder)
-        verdict, text = group.judge(group.wait(min(check.limit, left)))
+        command = [sys.executable, __file__, "--rank-of", name, "--device", device, *of]
+        group = Group(check, folder, command)
+        verdict, text = group.judge(group.wait(left))
         return Result(name, verdict, text, time.monotonic() - begun), group.log() if verdict == "FAILED" else ""
     except Exception as error:
         return Result(name, "FAILED", f"could not be run: {error!r}", time.monotonic() - begun), ""
@@ -158,7 +175,7 @@ def run(name: str, device: str, until: float) -> tuple[Result, str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_all(names: list[str], device: str, jobs: int, until: float) -> list[Result]:
+def run_all(names: list[str], device: str, jobs: int, until: float, of: list[str]) -> list[Result]:
     """Those that measure come last, one after the other."""
     results: list[Result] = []
     printing = threading.Lock()
@@ -169,7 +186,7 @@ def run_all(names: list[str], device: str, jobs: int, until: float) -> list[Resu
                 name = waiting.get_nowait()
             except queue.Empty:
                 return
-            result, log = run(name, device, until)
+            result, log = run(name, device, until, of)
             with printing:
                 results.append(result)
                 print(result, *([textwrap.indent(log, "    | ")] if log else []), sep="\n", flush=True)
@@ -226,6 +243,7 @@ def _chosen(only: str | None) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME[,NAME]", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--of", metavar="STRATEGY[,STRATEGY]", help="only these; by default all of the package")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=max(1, min(6, cores // 3)), help="checks at a time (%(default)s)")
@@ -234,16 +252,22 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no GPU here; --device cpu runs what means something without one")
+    if args.of and (unknown := only(args.of.split(","))):
+        sys.exit(f"no such strategy: {', '.join(unknown)}; there are {', '.join([*ALGORITHMS, *ASYNCHRONOUS])}")
     if args.rank_of:
         rank.main(args.rank_of, args.device)
     begun = time.monotonic()
     until = begun + (args.limit or (285 if args.device == "cuda" else 900))
     card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"{card}, torch {torch.__version__}, {cores} cores, {', '.join(ALGORITHMS)}. {NO_LIGHTNING}", flush=True)
-    results = run_all(_chosen(args.only), args.device, args.jobs, until)
+    strategies = ", ".join([*ALGORITHMS, *ASYNCHRONOUS])
+    print(f"{card}, torch {torch.__version__}, {cores} cores, {strategies}. {NO_LIGHTNING}", flush=True)
+    results = run_all(_chosen(args.only), args.device, args.jobs, until, ["--of", args.of] if args.of else [])
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in ("ok", "skipped", "FAILED")}
     print(f"\n{card}, torch {torch.__version__}", *results, sep="\n")
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), f"in {time.monotonic() - begun:.0f} s")
+    unreached = sum(result.text == NOT_REACHED for result in results)
+    apart = f" ({unreached} {NOT_REACHED})" if unreached else ""
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    print(f"{told}{apart} in {time.monotonic() - begun:.0f} s")
     sys.exit(bool(counts["FAILED"]) or not counts["ok"])
 
 

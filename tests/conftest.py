@@ -26,6 +26,11 @@ hypothesis.settings.register_profile("no_clock", deadline=None)
 hypothesis.settings.load_profile("no_clock")
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_worker_outlives_the_session():
     yield

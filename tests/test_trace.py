@@ -14,9 +14,21 @@ from support.ranks import run_ranks
 from support.toys import STRATEGIES, Toy, TwoOptimizers, dataset, loader, parameters, trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_cocod import CoCoD, CoCoDStrategy, CommunicationTrace, LocalSGD, LocalSGDStrategy, PeerLost
+from lightning_cocod import (
+    ADPSGDStrategy,
+    APSGDStrategy,
+    CoCoD,
+    CoCoDStrategy,
+    CommunicationTrace,
+    DCASGDStrategy,
+    EAMSGDStrategy,
+    LocalSGD,
+    LocalSGDStrategy,
+    PeerLost,
+)
 from lightning_cocod.comm import carrying
 from lightning_cocod.comm import tracer as tracing
+from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.correction import Correction
 from lightning_cocod.comm.lane import HostLane
 from lightning_cocod.comm.tracer import Recorder, Span, Tracer
@@ -43,7 +55,7 @@ def read(path):
     for rank in {event["pid"] for event in spans}:
         assert labels[rank, 0, "process_name"] == f"rank {rank}"
         assert [labels[rank, row, "thread_name"] for row in (0, 1)] == ["training", "communication"]
-        for row in (0, 1):
+        for row in {event["tid"] for event in spans}:
             nest([event for event in spans if (event["pid"], event["tid"]) == (rank, row)])
     return content["otherData"], spans
 
@@ -169,6 +181,37 @@ def test_the_communication_thread_shows_the_way_of_a_message(tmp_path):
         assert message["args"]["bytes"] == sum(p.numel() * 4 for p in Toy().parameters())
 
 
+def coded(rank, world, path):
+    """What the codec does is recorded as well."""
+
+    class Look(Callback):
+        def on_train_start(self, trainer, *_):
+            self.comm = trainer.strategy.algorithm.comm
+
+    look, encode = Look(), Compression.encode
+
+    def seen(*args):
+        with look.comm.tracer.span("code"):
+            encode(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Compression, "encode", seen)
+        fit(rank, world, CoCoDStrategy(compression="int8"), path, callbacks=[look])
+
+
+def test_codes_are_made_where_the_trace_says(tmp_path):
+    run_ranks(coded, 2, tmp_path / "trace.json", init=False)
+    _, spans = read(tmp_path / "trace.json")
+    for rank in range(2):
+        transfers, encoded, decoded = (of(spans, rank, name) for name in ("transfer", "encode", "decode"))
+        codes = [code for code in of(spans, rank, "code") if any(inside(code, transfer) for transfer in transfers)]
+        assert len(encoded) >= len(transfers) == 3
+        assert {sum(inside(code, e) for code in codes) for e in encoded} == {2}  # a part of the bucket for each rank
+        rest = [code for code in codes if not any(inside(code, e) for e in encoded)]
+        assert len(rest) == len(encoded)  # the mean of this rank's part
+        assert all(any(inside(code, d) for d in decoded) for code in rest)
+
+
 @pytest.mark.parametrize("strategy", [LocalSGDStrategy(), CoCoDStrategy(overlap=False)])
 def test_what_blocks_is_seen_to_block(strategy, tmp_path):
     run_ranks(fit, 2, strategy, tmp_path / "trace.json", init=False)
@@ -180,16 +223,89 @@ def test_what_blocks_is_seen_to_block(strategy, tmp_path):
         assert all(any(inside(t, w) for w in of(spans, rank, "merge")) for t in transfers)
 
 
+# Ranks that are not in step
+
+
+class Together(Callback):
+    """All record before the first step; each makes so many before any goes on; of an exchange both hear in the first one."""
+
+    def __init__(self, steps):
+        self.steps, self.made = steps, 0
+
+    def on_train_start(self, trainer, module):
+        dist.barrier()
+
+    def on_train_batch_end(self, trainer, *_):
+        self.made += 1
+        gossip = getattr(trainer.strategy.algorithm, "gossip", None)
+        if gossip is not None and self.made == 1:
+            with gossip._changed:
+                assert gossip._changed.wait_for(lambda: gossip.exchanges, LIMIT)
+        if self.made <= self.steps:
+            dist.barrier()
+
+
+def together(rank, world, strategy, path):
+    return fit(rank, world, strategy, path, callbacks=[Together(4)], trace={"rounds": 4, "start_step": 0})
+
+
+def trace_of(strategy, folder):
+    """Of four steps of each rank, which then end well."""
+    first, second = run_ranks(together, 2, strategy, folder / "trace.json", init=False)
+    assert torch.equal(first, second)
+    told, spans = read(folder / "trace.json")
+    assert told == {"complete": True, **{f"rank {r}": "steps 0 to 4, 4 of 4 rounds" for r in range(2)}}
+    assert [file.name for file in folder.iterdir()] == ["trace.json"]
+    for rank in range(2):
+        assert [len(of(spans, rank, name)) for name in sorted(COMPUTING)] == [4, 4, 4]
+    return spans
+
+
+@pytest.mark.parametrize(
+    "strategy", [APSGDStrategy(), DCASGDStrategy(), EAMSGDStrategy(period=1)], ids=lambda strategy: strategy.registered_name
+)
+def test_questions_to_owners_of_shards_are_seen(strategy, tmp_path):
+    spans = trace_of(strategy, tmp_path)
+    for rank in range(2):
+        transfers, waits = of(spans, rank, "transfer"), of(spans, rank, "wait")
+        assert len(transfers) >= 3  # the last one may be under way
+        assert {event["cat"] for event in transfers} == {"questions to owners"}
+        assert {event["args"]["message"] for event in transfers} <= {event["args"]["message"] for event in waits}
+
+
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_exchanges_of_neighbours_are_seen(compression, tmp_path):
+    spans = trace_of(ADPSGDStrategy(compression=compression), tmp_path)
+    values = sum(p.numel() for p in Toy().parameters())
+    for rank in range(2):
+        for whole in (exchanges := of(spans, rank, "exchange")):
+            assert whole["cat"] == "gossip"
+            assert whole["args"]["peer"] == 1 - rank
+            assert whole["args"]["bytes"] == 4 * values if compression is None else whole["args"]["bytes"] < 4 * values
+            parts = [e for e in spans if (e["pid"], e["cat"]) == (rank, "gossip") and e is not whole and inside(e, whole)]
+            assert [e["name"] for e in parts] == ["look", "encode", "transfer", "decode", "merge"]
+            assert parts[2]["args"]["message"] == whole["args"]["message"]
+        assert 1 <= len(exchanges) <= len(of(spans, rank, "snapshot"))
+        folds, merges = of(spans, rank, "fold"), [e for e in of(spans, rank, "merge") if e["cat"] == "training"]
+        assert sum(event["args"]["exchanges"] for event in folds) >= 1
+        assert all(any(inside(fold, merge) for merge in merges) for fold in folds)
+
+
 # That it changes nothing
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_run_is_the_same_with_and_without_a_trace(name, tmp_path):
-    traced = run_ranks(fit, 2, name, tmp_path / "trace.json", init=False)
-    plain = run_ranks(fit, 2, name, None, init=False)
+CODED = CoCoDStrategy(compression="int8")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, pytest.param(CODED, id="int8")])
+def test_a_run_is_the_same_with_and_without_a_trace(strategy, tmp_path):
+    traced = run_ranks(fit, 2, strategy, tmp_path / "trace.json", init=False)
+    plain = run_ranks(fit, 2, strategy, None, init=False)
     assert all(torch.equal(a, b) for a, b in zip(traced, plain, strict=True))
     _, spans = read(tmp_path / "trace.json")
-    assert COMPUTING | {"merge", "wait", "headers", "transfer"} <= {event["name"] for event in spans}
+    names = {event["name"] for event in spans}
+    assert COMPUTING | {"merge", "wait", "headers", "transfer", "decode"} <= names
+    assert ("encode" in names) is (strategy != "cocod")  # whose snapshots set out from where they lie
 
 
 def nothing_is_left(rank, world, path):
@@ -308,6 +424,10 @@ def full(*_):
     raise OSError("the disk is full")
 
 
+def wrong(*_):
+    raise ValueError("a row is missing")
+
+
 def cannot_write(rank, world, path):
     says = pytest.warns(UserWarning, match="the trace could not be written: the disk is full")
     with pytest.MonkeyPatch.context() as patch:
@@ -317,15 +437,16 @@ def cannot_write(rank, world, path):
     return str(raised.value)
 
 
-def trains_on(rank, world, path):
+def trains_on(rank, world, path, write, says):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chrome, "write", full)
-        with pytest.warns(UserWarning, match="the trace could not be written: the disk is full"):
+        patch.setattr(chrome, "write", write)
+        with pytest.warns(UserWarning, match=f"the trace could not be written: {says}"):
             return fit(rank, world, "cocod", path)
 
 
-def test_a_trace_that_cannot_be_written_ends_no_training(tmp_path):
-    first, second = run_ranks(trains_on, 2, tmp_path / "trace.json", init=False)
+@pytest.mark.parametrize(("write", "says"), [(full, "the disk is full"), (wrong, "a row is missing")])
+def test_a_trace_that_cannot_be_written_ends_no_training(write, says, tmp_path):
+    first, second = run_ranks(trains_on, 2, tmp_path / "trace.json", write, says, init=False)
     assert torch.equal(first, second)
 
 
@@ -380,6 +501,15 @@ def test_the_ranks_of_other_hosts_are_aligned_by_their_headers():
     told = document([here, silent])["otherData"]
     assert told["clock of rank 1"] == "not aligned: no common message"
     assert told["complete"] is False
+
+
+def test_a_row_that_nobody_has_named_comes_after_the_others():
+    rows = "training", "another", "gossip", "communication"
+    spans = [Span("a", row, 0.0, 1.0, {}) for row in rows]
+    events = document([Part(0, 1, 1, (0, 1), spans)])["traceEvents"]
+    labels = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [labels[number] for number in sorted(labels)] == ["training", "communication", "gossip", "another"]
+    assert all(labels[event["tid"]] == event["cat"] for event in events if event["ph"] == "X")
 
 
 def test_what_is_open_when_it_is_closed_is_left_out_as_a_whole():

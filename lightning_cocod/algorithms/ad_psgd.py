@@ -190,4 +190,5 @@ class ADPSGD(Asynchronous):
             codec=self.codec,
             seed=self.seed,
             patience=self.comm.timeout,
+            tracer=lambda: self.comm.tracer,
         )

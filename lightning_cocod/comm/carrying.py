@@ -64,7 +64,8 @@ def _go_round(
             cargo = collective.cargo(bucket, ring, scratch, tracer)
             if cargo is None:
                 memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-                _fill(collective, bucket, memory, tracer)
+                with tracer.span("encode"):
+                    _fill(collective, bucket, memory)
                 cargo = ring.filled(memory)
             yield cargo
 
@@ -87,12 +88,11 @@ def _pass(gate: Gate, bucket: int, over: threading.Event, tracer: Tracer) -> flo
     return time.perf_counter() - begun
 
 
-def _fill(collective: Collective, bucket: int, memory: Tensor, tracer: Tracer) -> None:
-    with tracer.span("encode"):
-        if collective.weight:
-            collective.fill(bucket, memory)
-        else:
-            memory.zero_()  # not 0·x: that is NaN where x is
+def _fill(collective: Collective, bucket: int, memory: Tensor) -> None:
+    if collective.weight:
+        collective.fill(bucket, memory)
+    else:
+        memory.zero_()  # not 0·x: that is NaN where x is
 
 
 def _carry_out(
@@ -125,8 +125,10 @@ def _carry_out(
                 finish(work, group, over)
             idle += _pass(gate, bucket, over, tracer)
         memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-        _fill(collective, bucket, memory, tracer)
-        if (launched := collective.launch(bucket, memory, group)) is None:
+        with tracer.span("encode"):
+            _fill(collective, bucket, memory)
+            launched = collective.launch(bucket, memory, group)  # codes are made here
+        if launched is None:
             collective.drain(bucket, memory)
         else:
             at_work.append((place, bucket, memory, launched))

@@ -38,6 +38,7 @@ from lightning_cocod.comm.norms import finite, norm
 from lightning_cocod.comm.pairwise import Coded, Coding, Plain, Wire
 from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.topology import Topology, is_active
+from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.turn import Turn
 from lightning_cocod.compression import Codec
 
@@ -62,6 +63,7 @@ class Gossip:
         seed: of codecs that draw.
         patience: D, seconds of silence after which the other one of an exchange counts as lost: D for the one that answers,
             2 D for the one that asks, 4 D while there is no exchange, in which the active one pings every D/4.
+        tracer: the one that records now; by default nobody does.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class Gossip:
         codec: Codec | None = None,
         seed: int = 0,
         patience: float = 60.0,
+        tracer: Callable[[], Tracer] = Tracer,
     ) -> None:
         self.x = [p.detach() for p in x]
         self.layout = Layout(self.x)
         self.topology, self.rank = topology, rank
-        self._ledger, self._every, self._most, self._patience = ledger, every, most, patience
+        self._ledger, self._every, self._most, self._patience, self._tracer = ledger, every, most, patience, tracer
         self._lane = lane_for(self.x[0].device if self.x else torch.device("cpu"))
         self.turn = Turn(self._lane)
         """Held while x or c is read or moved."""
@@ -197,7 +200,8 @@ class Gossip:
             self._steps += 1
             if self._too_old():
                 began = time.perf_counter()
-                self._changed.wait_for(lambda: not self._too_old())
+                with self._tracer().span("wait", message=f"exchange at step {self._snapshot}"):
+                    self._changed.wait_for(lambda: not self._too_old())
                 self._ledger.add(exposed=time.perf_counter() - began)
         self.check()
 
@@ -215,8 +219,9 @@ class Gossip:
         with self.moving():
             merged, self._merged = self._merged, []
             if merged:
-                self._c.add_to(self.x)
-                torch._foreach_zero_(self._c.buckets)
+                with self._tracer().span("fold", exchanges=len(merged)):
+                    self._c.add_to(self.x)
+                    torch._foreach_zero_(self._c.buckets)
         with self._changed:
             self._changed.notify_all()
         return [self._steps - step for step in merged]
@@ -322,38 +327,50 @@ class Gossip:
     @torch.no_grad()
     def _exchange(self, link: Link, silence: float) -> None:
         """Average with one other worker."""
-        wire, merged = self._wires[link.peer], False
+        tracer, merged = self._tracer(), False
         with self._lane.working():
-            with self.turn:
+            with tracer.span("snapshot"), self.turn:
                 self._s.copy_(self.x)
                 if self._merged:
                     torch._foreach_add_(self._s.buckets, self._c.buckets)
                 with self._changed:
                     self._snapshot = step = self._steps
             try:
-                size = norm(self._s.buckets)
-                fit = finite(self._s.buckets, size)
-                if fit:
-                    fit = wire.encode(self._s)
-                began = time.perf_counter()
-                header = link.swap(DATA, wire.outgoing, wire.incoming, step=step, finite=fit, silence=silence)
-                self._ledger.add(busy=time.perf_counter() - began, raw=self.layout.nbytes, messages=1)
-                if not fit:
-                    raise NonFiniteMessage(
-                        f"rank {self.rank} has NaN or infinity in its weights, or in the code of them, at local step {step}"
-                    )
-                if header.finite:
-                    wire.difference_(self._s)
-                    with self.turn:
-                        torch._foreach_add_(self._c.buckets, self._s.buckets)
-                        self._merged.append(step)
-                    self.distance = step, float(norm(self._s.buckets) / size.clamp_min(torch.finfo(torch.float64).tiny))
-                    merged = True
+                size = sum(t.nbytes for t in self._wires[link.peer].outgoing)
+                with tracer.span("exchange", message=f"exchange at step {step}", peer=link.peer, bytes=size):
+                    merged = self._average(link, silence, step, tracer)
             finally:
                 with self._changed:
                     self.exchanges += merged
                     self._snapshot = None
                     self._changed.notify_all()
+
+    def _average(self, link: Link, silence: float, step: int, tracer: Tracer) -> bool:
+        """c ← c + (y − s)/2. Returns whether it has been: not where the other one is not finite."""
+        wire, message = self._wires[link.peer], f"exchange at step {step}"
+        with tracer.span("look"):
+            size = norm(self._s.buckets)
+            fit = finite(self._s.buckets, size)
+        if fit:
+            with tracer.span("encode"):
+                fit = wire.encode(self._s)
+        began = time.perf_counter()
+        with tracer.span("transfer", message=message):
+            header = link.swap(DATA, wire.outgoing, wire.incoming, step=step, finite=fit, silence=silence)
+        self._ledger.add(busy=time.perf_counter() - began, raw=self.layout.nbytes, messages=1)
+        if not fit:
+            raise NonFiniteMessage(
+                f"rank {self.rank} has NaN or infinity in its weights, or in the code of them, at local step {step}"
+            )
+        if not header.finite:
+            return False
+        with tracer.span("decode"):
+            wire.difference_(self._s)
+        with tracer.span("merge"), self.turn:
+            torch._foreach_add_(self._c.buckets, self._s.buckets)
+            self._merged.append(step)
+        self.distance = step, float(norm(self._s.buckets) / size.clamp_min(torch.finfo(torch.float64).tiny))
+        return True
 
     def _expect(self, header: Any, kind: int, other: int) -> None:
         if header.kind != kind or header.tag != self.fingerprint:

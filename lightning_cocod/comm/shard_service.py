@@ -127,7 +127,7 @@ class ShardService:
                 ledger=comm.ledger,
                 timeout=comm.connect_timeout,
             )
-        self._worker = CommunicationThread(f"questions of rank {comm.rank}")
+        self._worker = CommunicationThread(f"questions to owners of rank {comm.rank}")
         comm.losses.concern(self._worker, self)
         for peer, link in self._answered.items():
             name = f"shard of rank {comm.rank} for rank {peer}"

@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
     Attributes:
         name: what it was.
-        row: the thread, ``training``, ``communication`` or ``communication in the node``.
+        row: the thread: ``training``, or what comes before " of rank …" in the name of another one.
         start: seconds of the host's monotonic clock; while it is recorded, a mark of the lane.
         end: likewise.
         about: what else is known, as JSON can hold it.

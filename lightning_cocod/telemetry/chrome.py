@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_cocod.comm.tracer import Span
 
-_ROWS = "training", "communication", "communication in the node"
+_ROWS = "training", "communication", "communication in the node", "questions to owners", "gossip"  # the first two always
 _MICROSECONDS = 1e6
 
 
@@ -62,10 +62,12 @@ def document(parts: Sequence[Part]) -> dict[str, Any]:
     shifts = {part.rank: shift(parts[0], part) for part in parts}
     spans = [(part.rank, shifts[part.rank] or 0.0, span) for part in parts for span in part.spans]
     zero = min((span.start + by for _, by, span in spans), default=0.0)
-    events = [_event(rank, by - zero, span) for rank, by, span in spans]
+    others = sorted({span.row for *_, span in spans} - set(_ROWS))  # a thread that nobody has named here is shown as well
+    rows = {row: number for number, row in enumerate([*_ROWS, *others])}
+    events = [_event(rank, by - zero, span, rows[span.row]) for rank, by, span in spans]
     events.sort(key=lambda event: (event["pid"], event["tid"], event["ts"], -event["dur"]))  # the outer before the inner
     return {
-        "traceEvents": [label for part in parts for label in _labels(part)] + events,
+        "traceEvents": [label for part in parts for label in _labels(part, rows)] + events,
         "displayTimeUnit": "ms",
         "otherData": {
             "complete": all(part.rounds == part.asked for part in parts),
@@ -93,20 +95,20 @@ def _announcements(part: Part) -> dict[str, float]:
     return {s.about["message"]: s.end for s in part.spans if (s.name, s.row) == ("headers", "communication")}
 
 
-def _event(rank: int, by: float, span: Span) -> dict[str, Any]:
+def _event(rank: int, by: float, span: Span, row: int) -> dict[str, Any]:
     start, end = (round((moment + by) * _MICROSECONDS, 3) for moment in (span.start, span.end))
-    place = {"ts": start, "dur": round(end - start, 3), "pid": rank, "tid": _ROWS.index(span.row)}
+    place = {"ts": start, "dur": round(end - start, 3), "pid": rank, "tid": row}
     return {"name": span.name, "cat": span.row, "ph": "X", **place, "args": span.about}
 
 
-def _labels(part: Part) -> list[dict[str, Any]]:
-    rank, seen = part.rank, {span.row for span in part.spans}
-    rows = [(number, row) for number, row in enumerate(_ROWS) if number < 2 or row in seen]
+def _labels(part: Part, rows: dict[str, int]) -> list[dict[str, Any]]:
+    rank, seen = part.rank, {*_ROWS[:2], *(span.row for span in part.spans)}
+    shown = {row: number for row, number in rows.items() if row in seen}
 
     def label(what: str, row: int, **args: Any) -> dict[str, Any]:
         return {"name": what, "ph": "M", "ts": 0, "dur": 0, "pid": rank, "tid": row, "args": args}
 
-    names = [label("thread_name", number, name=row) for number, row in rows]
-    order = [label("thread_sort_index", number, sort_index=number) for number, _ in rows]
+    names = [label("thread_name", number, name=row) for row, number in shown.items()]
+    order = [label("thread_sort_index", number, sort_index=number) for number in shown.values()]
     process = label("process_name", 0, name=f"rank {rank}"), label("process_sort_index", 0, sort_index=rank)
     return [*process, *names, *order]

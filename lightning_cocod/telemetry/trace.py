@@ -167,7 +167,7 @@ def _write(path: Path, parts: list[Part]) -> bool:
     """A trace that cannot be written ends no training. Returns whether it could."""
     try:
         chrome.write(path, parts)
-    except OSError as error:
+    except Exception as error:
         warnings.warn(f"the trace could not be written: {error}", stacklevel=2)
         return False
     return True

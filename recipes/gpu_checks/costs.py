@@ -1,9 +1,13 @@
-"""What it costs: how much communication is hidden, memory, time a step. Figures first; few of them decide a verdict."""
+"""What it costs: how much communication is hidden, memory, time a step. Figures first; some of them decide a verdict."""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,14 +16,17 @@ from torch import nn
 from gpu_checks.library import ALGORITHMS, Algorithm, options, takes
 from gpu_checks.rank import Rank, check
 from gpu_checks.training import train
+from lightning_cocod.comm import Message
 
-COPIES = {"cocod": (0.9, 1.1), "local_sgd": (0.0, 0.1)}
+COPIES = {"cocod": (0.9, 1.05), "local_sgd": (0.0, 0.1)}
 """Device memory beyond model, gradients and optimizer, in units of the parameters: what the algorithms promise."""
+HOST = 300.0
+"""Microseconds of the host's that a tiny step may cost in the verbs, waiting for messages left out."""
 
 
 @check(alone=True)
 def overlap(rank: Rank) -> None:
-    """From events: how long the link was busy, and how much of that training waited for."""
+    """From events: how long the link was busy, and how much of that training waited for. Steps in between hide something."""
     for name, algorithm in ALGORITHMS.items():
         with rank.attempt(name):
             train(rank, algorithm, steps=4, size=256)
@@ -28,8 +35,8 @@ def overlap(rank: Rank) -> None:
             if takes(algorithm, "overlap"):
                 blocking = train(rank, algorithm, steps=64, size=256, period=16, overlap=False)
                 _tell(rank, f"{name} blocking", blocking.metrics, blocking.seconds)
-                hidden = run.metrics["comm/hidden_fraction"]
-                rank.expect(not rank.cuda or hidden > 0.1, f"{name}: something is hidden ({hidden:.2f})")
+                hidden, steps = run.metrics["comm/hidden_fraction"], run.metrics["algo/staleness_steps"]
+                rank.expect(not rank.cuda or hidden > 0.1 or not steps, f"{name}: something is hidden ({hidden:.2f})")
 
 
 def _tell(rank: Rank, name: str, metrics: dict[str, float], seconds: float) -> None:
@@ -91,10 +98,28 @@ def _overhead(rank: Rank) -> None:
             _steps(rank, algorithm, steps)
             step, verbs = _steps(rank, algorithm, steps)
             rank.figures[name] = f"{step - plain:+.0f} µs, of which the host in the verbs {verbs:.0f} µs"
+            rank.expect(not rank.cuda or verbs <= HOST, f"{name}: the host is in the verbs for {verbs:.0f} ≤ {HOST:.0f} µs")
+
+
+@contextmanager
+def _waiting() -> Iterator[Callable[[], float]]:
+    """Inside, says for how many seconds of the host's messages have been waited for."""
+    seconds, block = 0.0, Message._block
+
+    def timed(*args: Any) -> None:
+        nonlocal seconds
+        entered = time.perf_counter()
+        try:
+            block(*args)
+        finally:
+            seconds += time.perf_counter() - entered
+
+    with mock.patch.object(Message, "_block", timed):
+        yield lambda: seconds
 
 
 def _steps(rank: Rank, algorithm: type[Algorithm] | None, count: int) -> tuple[float, float]:
-    """Microseconds a step, and of those the host's in the algorithm's verbs; rounds of eight steps."""
+    """Microseconds a step, and of those the host's in the algorithm's verbs but for waiting; rounds of eight steps."""
     torch.manual_seed(0)
     net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]).to(rank.device)
     x = torch.randn(64, 256, device=rank.device)
@@ -105,20 +130,23 @@ def _steps(rank: Rank, algorithm: type[Algorithm] | None, count: int) -> tuple[f
     dist.barrier()
     rank.synchronize()
     begun, verbs = time.perf_counter(), 0.0
-    for _ in range(count):
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        if running is None:
-            optimizer.step()
-            continue
-        entered = time.perf_counter()
-        running.before_step()
-        verbs += time.perf_counter() - entered
-        running.step(optimizer.step)
-        entered = time.perf_counter()
-        running.after_step()
-        verbs += time.perf_counter() - entered
-    rank.synchronize()
+    with _waiting() as waited:
+
+        def timed(verb: Callable[[], None]) -> float:
+            entered, before = time.perf_counter(), waited()
+            verb()
+            return time.perf_counter() - entered - (waited() - before)
+
+        for _ in range(count):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            if running is None:
+                optimizer.step()
+                continue
+            verbs += timed(running.before_step)
+            running.step(optimizer.step)
+            verbs += timed(running.after_step)
+        rank.synchronize()
     seconds = time.perf_counter() - begun
     if running is not None:
         running.finish()

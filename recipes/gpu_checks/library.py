@@ -37,16 +37,27 @@ ASYNCHRONOUS = {name: c for name, c in _EVERY.items() if c.asynchronous}
 """Every other one."""
 
 
-def strategies() -> dict[str, Any]:
-    """Every strategy whose ranks are in step by its registered name."""
+def only(names: list[str]) -> list[str]:
+    """Leave all others out. Returns those that there are not; then none is left out."""
+    if unknown := [name for name in names if name not in ALGORITHMS and name not in ASYNCHRONOUS]:
+        return unknown
+    for algorithms in (ALGORITHMS, ASYNCHRONOUS):
+        for name in algorithms.keys() - set(names):
+            del algorithms[name]
+    return []
+
+
+def strategies(*, asynchronous: bool = False) -> dict[str, Any]:
+    """Every strategy whose ranks are in step by its registered name; or every other one."""
     from lightning_cocod.strategies import STRATEGIES
 
-    return {strategy.registered_name: strategy for strategy in STRATEGIES if strategy.registered_name in ALGORITHMS}
+    algorithms = ASYNCHRONOUS if asynchronous else ALGORITHMS
+    return {strategy.registered_name: strategy for strategy in STRATEGIES if strategy.registered_name in algorithms}
 
 
 def takes(kind: type, option: str) -> bool:
-    """Whether it has an option of its own of this name, or hands one on to what it is made of (a period may be fixed)."""
-    if option == "period":
+    """Whether it has an option of its own of this name, or hands one on to what it is made of (but some are fixed)."""
+    if option in ("period", "overlap_pull"):
         return option in inspect.signature(kind).parameters
     return any(option in inspect.signature(c.__init__).parameters for c in kind.__mro__)
 

@@ -25,16 +25,17 @@ class Net(L.LightningModule):
         torch.manual_seed(3)
         layers = (nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Dropout(0.3), nn.Tanh(), nn.Linear(64, 1))
         self.net = nn.Sequential(*layers)
-        self.register_buffer("path", torch.zeros(12, dtype=torch.float64))  # the loss of every step
-        self.seed = 0
+        self.register_buffer("path", torch.zeros(12, dtype=torch.float64))  # the loss of every step, of ranks in step
+        self.seed = self.batches = 0
 
     def on_fit_start(self) -> None:
         torch.manual_seed(self.seed)  # here: strategies seed once more, all ranks alike, when they begin
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        with torch.no_grad():
-            self.path[self.trainer.global_step] = loss.detach()
+        loss, step = self._loss(batch), self.trainer.global_step
+        self.batches += 1
+        if step < len(self.path):
+            self.path[step] = loss.detach()
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:

@@ -35,6 +35,7 @@ class Check:
         alone: whether it measures time or memory, and so wants the machine for itself.
         backend: of the process group; by default that with which several ranks can share a device.
         loses: the rank that kills itself on the way. Rank 0 must then end by itself, in failure, and name it.
+        asynchronous: whether it is of the algorithms whose ranks are not in step.
         each: whether it takes an algorithm's name, and is a check of its own for each.
         limit: seconds.
     """
@@ -46,6 +47,7 @@ class Check:
     alone: bool = False
     backend: str | None = None
     loses: int | None = None
+    asynchronous: bool = False
     each: bool = False
     limit: float = 75.0
 
