@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import pool
+from support.faults import not_in_shared_memory
 from support.ranks import RankDied, RankFailed, RankTimeout, run_ranks, run_ranks_raw
 
 pytestmark = pytest.mark.timeout(120)
@@ -250,3 +251,14 @@ def test_a_closed_pool_leaves_no_process_and_opens_again():
     pool.close()
     assert pool.running() == []
     assert len(run_ranks(pid, 1)) == 1
+
+
+def test_what_a_process_has_left_in_shared_memory_is_told_from_what_others_have():
+    left = Path(f"/dev/shm/torch_{os.getpid()}_{os.getppid()}_1")
+    left.touch()
+    try:
+        assert not not_in_shared_memory([os.getpid()])
+        assert not_in_shared_memory([os.getppid()])
+    finally:
+        left.unlink()
+    assert not_in_shared_memory([os.getpid()])

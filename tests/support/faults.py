@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -266,5 +267,5 @@ def gone(pids, limit=20.0):
 
 def not_in_shared_memory(pids):
     """Whether none of these processes has left something there under its name."""
-    names = [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)]
-    return names == []
+    owners = [re.search(r"\d+", name) for name in os.listdir("/dev/shm")]  # the numbers after a process's own are random
+    return not {int(owner[0]) for owner in owners if owner}.intersection(pids)
