@@ -31,6 +31,7 @@ from lightning_cocod.algorithms import (
 from lightning_cocod.algorithms.skipping import Never, as_skip
 from lightning_cocod.comm import MessageMismatch, NonFiniteMessage, buckets
 from lightning_cocod.comm.coded_shards import CodedPush
+from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.compression import CODECS, FP16, QSGD, Identity, Int8, RandomK, ScaledSign, TernGrad, TopK
 
 SIZES = [2, 4]
@@ -739,6 +740,32 @@ def with_a_frozen_group(rank, n, algorithm=DistEFSGD):
 @pytest.mark.parametrize("algorithm", [SSGD, SSDSGD, ODSGD, CDSGD, DistEFSGD], ids=lambda kind: kind.name)
 def test_a_group_may_join_frozen(algorithm):
     assert run_ranks(with_a_frozen_group, 2, algorithm, timeout=LIMIT) == [False, False]
+
+
+def draws(rank, n):
+    """From what each code's random numbers follow, in three steps."""
+    seeds, encode = [], Compression.encode
+
+    def noted(how, values, code, shard, encoder):
+        seeds.append((*shard, encoder))
+        encode(how, values, code, shard, encoder)
+
+    model = nn.Linear(40, 30)
+    algo = DistEFSGD(model, torch.optim.SGD(model.parameters(), 0.1), compression=TernGrad())
+    with mock.patch.object(Compression, "encode", noted), algo:
+        for _ in range(3):
+            model(torch.ones(1, 40)).square().mean().backward()
+            algo.step()
+    return seeds
+
+
+def test_no_code_draws_what_another_has_drawn():
+    """An owner's answer is unbiased, given the pushes, only if it draws anew; also where it has pushed to its own shard."""
+    both = [seed for seeds in run_ranks(draws, 2, timeout=LIMIT) for seed in seeds]
+    answers = {seed for seed in both if seed[-1] == 2}  # the encoder after the last worker
+    assert len(answers) == 3 * 2
+    assert len(both) == 3 * 2 * 2 + len(answers)
+    assert len(set(both)) == len(both)
 
 
 class Owner(nn.Linear):
