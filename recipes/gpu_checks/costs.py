@@ -98,7 +98,8 @@ def _overhead(rank: Rank) -> None:
             _steps(rank, algorithm, steps)
             step, verbs = _steps(rank, algorithm, steps)
             rank.figures[name] = f"{step - plain:+.0f} µs, of which the host in the verbs {verbs:.0f} µs"
-            rank.expect(not rank.cuda or verbs <= HOST, f"{name}: the host is in the verbs for {verbs:.0f} ≤ {HOST:.0f} µs")
+            judged = rank.cuda and (rank.world == 1 or takes(algorithm, "period"))  # not with a message in each tiny step
+            rank.expect(verbs <= HOST or not judged, f"{name}: the host is in the verbs for {verbs:.0f} ≤ {HOST:.0f} µs")
 
 
 @contextmanager
