@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from support.warm import Warm
 
+from lightning_cocod import GLU
 from lightning_cocod.cli import ranks, train
 from lightning_cocod.cli.build import check, make
 from lightning_cocod.cli.conf_dir import conf_dir
@@ -312,6 +313,12 @@ def test_a_server_that_steps_for_every_gradient_has_its_own_optimizer_unless_ano
 ):
     _, _, [(config, _)] = in_process(*arguments.split())
     assert (config["optimizer"]["momentum"], config["optimizer"]["lr"]) == (momentum, rate)
+
+
+def test_a_local_update_with_other_constants_can_be_said_on_the_command_line(in_process):
+    chosen = "{_target_: lightning_cocod.GLU, alpha: 1.0}"
+    _, _, [(config, _)] = in_process("strategy=ssd_sgd", f"strategy.local_update={chosen}")
+    assert instantiate(config["strategy"]["local_update"]) == GLU(alpha=1.0)
 
 
 def test_sweep_is_refused_under_a_launcher(in_process, monkeypatch):

@@ -246,7 +246,7 @@ HONOURED = {
     "epsilon": (1e-5, lambda algorithm: algorithm.epsilon),
     "alpha": (0.2, lambda algorithm: algorithm.alpha),
     "keep": (0.2, lambda algorithm: algorithm.delay.keep),
-    "local_update": (GLU(α=0.3), lambda algorithm: replace(algorithm.local_update, every_step=False)),  # pre_refresh's
+    "local_update": (GLU(alpha=0.3), lambda algorithm: replace(algorithm.local_update, every_step=False)),  # pre_refresh's
     "scaling": ("paper", lambda algorithm: algorithm.scaling),
     "pre_refresh": ("every_step", lambda algorithm: {True: "every_step", False: "pull"}[algorithm.local_update.every_step]),
     "compression": (Int8(block=64), lambda algorithm: getattr(algorithm.compression, "codec", None) or algorithm.codec),

@@ -158,7 +158,7 @@ class Interrupted(When):
 
 
 ALL_STEPS = tuple(range(STEPS))
-M = {"local_update": DelayCompensation(λ=2.0, adaptive=True, m=0.9)}
+M = {"local_update": DelayCompensation(lambda_0=2.0, adaptive=True, m=0.9)}
 CONFIGURATIONS = {
     "k1": {"period": 1},
     "k3": {"period": 3},
@@ -463,7 +463,7 @@ def same_batches(k, weight_decay, β=0.0, seed=0):
                 W.append(flat())
 
     if k:
-        with SSDSGD(model, optimizer, period=k, local_update=GLU(α=1.0, β=β)) as algo:
+        with SSDSGD(model, optimizer, period=k, local_update=GLU(alpha=1.0, beta=β)) as algo:
             train(algo.step, algo.consensus)
     else:
         with SSGD(model, optimizer) as algo:
@@ -518,7 +518,7 @@ def test_what_is_read_off_the_movement_of_a_server_without_momentum_is_the_mean_
 
 def read_between(pre, W, scales):
     """ĝ of GLU, as its step shows it."""
-    update, p = GLU(α=0.0, β=1.0), torch.nn.Parameter(pre.clone())
+    update, p = GLU(alpha=0.0, beta=1.0), torch.nn.Parameter(pre.clone())
     update.begin([p])
     update.step(p, W, torch.zeros_like(W), scales, pulled=True)
     assert torch.equal(update.before[p], W)  # pre is the pull, from now on
@@ -626,7 +626,7 @@ def test_options_are_refused_in_one_line():
     ]:
         with pytest.raises(ValueError, match=words):
             SSDSGD(model, optimizer, **options)
-    for wrong in ({"α": -1.0}, {"β": float("nan")}):
+    for wrong in ({"alpha": -1.0}, {"beta": float("nan")}):
         with pytest.raises(ValueError, match="must be a number of at least 0"):
             GLU(**wrong)
     with pytest.raises(ValueError, match="m must be less than 1"):

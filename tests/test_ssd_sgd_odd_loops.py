@@ -194,7 +194,7 @@ def poisoned(rank, n, cls, options, *, stops=None, resume=None, looks=False, tha
 
 POISONED = [(SSDSGD, {"period": k, "local_update": update}) for k in (1, 3, 100) for update in UPDATES]
 POISONED += [(SSDSGD, {"period": 3, "overlap": False}), (SSDSGD, {"warmup_steps": 4}), (ODSGD, {})]
-POISONED += [(SSDSGD, {"period": 100, "local_update": DelayCompensation(λ=2.0, adaptive=True, m=0.9)})]
+POISONED += [(SSDSGD, {"period": 100, "local_update": DelayCompensation(lambda_0=2.0, adaptive=True, m=0.9)})]
 
 
 def all_poisoned(rank, n, **how):

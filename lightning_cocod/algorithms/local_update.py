@@ -98,32 +98,32 @@ class GLU(LocalUpdate):
     β = 0.5; the divisor k ℓ is inferred from its 8.0 = 5 · 1.6.
 
     Args:
-        α: of the worker's own gradient.
-        β: of the global one.
+        alpha: α, of the worker's own gradient.
+        beta: β, of the global one.
         every_step: pre is the base of the step before, as in another place of the authors' code.
 
     Raises:
         ValueError: a factor below 0.
     """
 
-    α: float = 2.0
-    β: float = 0.5
+    alpha: float = 2.0
+    beta: float = 0.5
     every_step: bool = False
     needs_sgd = True
 
     def __post_init__(self) -> None:
         super().__init__()
-        nonnegative("alpha", self.α)
-        nonnegative("beta", self.β)
+        nonnegative("alpha", self.alpha)
+        nonnegative("beta", self.beta)
         flag("every_step", self.every_step)
 
     def direction(self, p: nn.Parameter, b: Tensor, g: Tensor, scales: Scales) -> Tensor:
         """As above."""
-        lr, s, wd, k = scales
-        d = g.mul_(self.α * s).add_(b, alpha=wd)
-        if self.β and p in self.moved:
+        α, β, (lr, s, wd, k) = self.alpha, self.beta, scales
+        d = g.mul_(α * s).add_(b, alpha=wd)
+        if β and p in self.moved:
             ĝ = (self.before[p] * (1 - lr * wd)).sub_(b).div_(k * lr)
-            d.add_(ĝ, alpha=self.β)
+            d.add_(ĝ, alpha=β)
         return d
 
     def keeps(self, pulled: bool) -> bool:
@@ -144,7 +144,7 @@ class DelayCompensation(LocalUpdate):
     """d = s (g + λ g ⊙ g ⊙ (b − b₋)) + wd b, b₋ being the base of the step before (DC-ASGD; Zheng et al., ICML 2017).
 
     Args:
-        λ: of the correction.
+        lambda_0: λ, of the correction.
         adaptive: λ/√MS in place of λ, with MS ← m MS + (1 − m) g ⊙ g + 10⁻⁷.
         m: momentum of MS.
 
@@ -152,14 +152,14 @@ class DelayCompensation(LocalUpdate):
         ValueError: an option out of range.
     """
 
-    λ: float = 0.04
+    lambda_0: float = 0.04
     adaptive: bool = False
     m: float = 0.0
     MS: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
-        nonnegative("lambda_0", self.λ)
+        nonnegative("lambda_0", self.lambda_0)
         below_one("m", self.m)
 
     def begin(self, x: Sequence[nn.Parameter]) -> None:
@@ -173,10 +173,10 @@ class DelayCompensation(LocalUpdate):
         d = g
         if p in self.before:
             square = g * g
-            λ: float | Tensor = self.λ
+            λ: float | Tensor = self.lambda_0
             if self.adaptive:
                 MS = square * (1 - self.m) + 1e-7 + (self.MS[p] * self.m if p in self.MS else 0.0)
-                λ = self.λ / MS.sqrt()
+                λ = self.lambda_0 / MS.sqrt()
                 if self.m:
                     self.MS[p] = MS
             d = g + λ * square * (b - self.before[p])
@@ -209,6 +209,6 @@ def as_local_update(value: str | LocalUpdate) -> LocalUpdate:
         "glu": GLU,
         "sgd": SGD,
         "dc_asgd": DelayCompensation,
-        "dc_asgd_a": lambda: DelayCompensation(λ=2.0, adaptive=True),
+        "dc_asgd_a": lambda: DelayCompensation(lambda_0=2.0, adaptive=True),
     }
     return made[choice("local_update", value, tuple(made))]()

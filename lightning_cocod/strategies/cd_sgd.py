@@ -20,7 +20,7 @@ class CDSGDStrategy(AlgorithmStrategy):
     Args:
         compression: codec of the gradients, or its name (docs/compression.md); "threshold" by default, None for whole ones.
         compress_steps: c: every c-th step pushes gradients whole.
-        local_update: "sgd", "glu" beside SGD only, "dc_asgd", "dc_asgd_a", or an object such as ``GLU(α=1.0)``.
+        local_update: "sgd", "glu" beside SGD only, "dc_asgd", "dc_asgd_a", or an object such as ``GLU(alpha=1.0)``.
         warmup_steps: steps of S-SGD first, which push gradients whole.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
         elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).

@@ -14,7 +14,7 @@ class ODSGDStrategy(AlgorithmStrategy):
     """OD-SGD under Lightning: parameters that are a step old, moved by the rank's own gradient (see ``ODSGD``).
 
     Args:
-        local_update: "dc_asgd_a", "dc_asgd", "sgd", "glu" beside SGD only, or an object: ``DelayCompensation(λ=1.0)``.
+        local_update: "dc_asgd_a", "dc_asgd", "sgd", "glu" beside SGD only, or a ``DelayCompensation(lambda_0=1.0)``.
         warmup_steps: steps of S-SGD first.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
         elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).

@@ -18,7 +18,7 @@ class SSDSGDStrategy(AlgorithmStrategy):
 
     Args:
         period: steps between two pulls, or a schedule ``{step: k}``.
-        local_update: "glu" beside SGD only, "sgd", "dc_asgd", "dc_asgd_a", or an object such as ``GLU(α=1.0)``.
+        local_update: "glu" beside SGD only, "sgd", "dc_asgd", "dc_asgd_a", or an object such as ``GLU(alpha=1.0)``.
         scaling: "plain" or "paper": of the local update.
         pre_refresh: "pull" or "every_step": of "glu".
         warmup_steps: steps of S-SGD first; the authors have 500.
