@@ -46,11 +46,9 @@ def join(
     patience = timedelta(seconds=timeout)
     if store is None:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=patience))
-    members = returning(store, rank)
+    members = _returning(store, rank, backend, timeout)
     if members is None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
-    else:
-        alone(store, backend, timeout)
     return members
 
 
@@ -65,17 +63,17 @@ def join_again(address: str, port: int, rank: int, backend: str, timeout: float)
         timeout: of its collectives, in seconds.
     """
     patience = timedelta(seconds=timeout)
-    store = dist.TCPStore(address, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
-    members = returning(store, rank)
-    if members is not None:
-        alone(store, backend, timeout)
-    return members
+    store = dist.TCPStore(address, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]  # it is there
+    return _returning(store, rank, backend, timeout)
 
 
-def returning(store: Store, rank: int) -> Members | None:
-    """This rank at the door of the run that is under way on this store, if one is."""
+def _returning(store: Store, rank: int, backend: str, timeout: float) -> Members | None:
+    """This rank, in a group of its own, at the door of the run that is under way on this store, if one is."""
     root = root_of(store)
     if not root.check([RUN]):
         return None
     run = root.get(RUN).decode()
-    return Members(root, run, rank) if Signs(root, f"{RUN} {run}").are_seen() else None
+    if not Signs(root, f"{RUN} {run}").are_seen():
+        return None
+    alone(store, backend, timeout)
+    return Members(root, run, rank)
