@@ -157,7 +157,7 @@ class CommunicationTrace(Callback):
         self._recording = None
         try:
             recording.close()
-        except Exception as error:
+        except Exception as error:  # the one that ends training is to be seen
             warnings.warn(f"the trace of rank {recording.part.rank} has been lost: {error}", stacklevel=2)
             return
         _write(self._own_path(recording.part), [recording.part])
@@ -167,7 +167,7 @@ def _write(path: Path, parts: list[Part]) -> bool:
     """A trace that cannot be written ends no training. Returns whether it could."""
     try:
         chrome.write(path, parts)
-    except Exception as error:
+    except Exception as error:  # whatever it is, training is worth more
         warnings.warn(f"the trace could not be written: {error}", stacklevel=2)
         return False
     return True
