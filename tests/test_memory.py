@@ -197,7 +197,7 @@ def copies():
             rank.kill()
             rank.wait()
     larger = {case: max(f[case] for f in found) for case in found[0]}
-    print("", *(f"{number:5.2f}  {case}" for case, number in larger.items()), sep="\n")  # pytest -s shows the table of the docs
+    print("", *(f"{number:5.2f}  {case}" for case, number in larger.items()), sep="\n")  # with pytest -s
     return larger
 
 
