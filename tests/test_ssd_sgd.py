@@ -405,7 +405,7 @@ def read_off(rank, n, period, event, warmup_steps=0, scaling="plain"):
     Seen.notes.clear()
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
     optimizers = [torch.optim.SGD([p], 0.125) for p in model]
-    update = Seen(α=0.0, β=1.0)
+    update = Seen(alpha=0.0, beta=1.0)
     with SSDSGD(model, optimizers, period, local_update=update, warmup_steps=warmup_steps, scaling=scaling) as algo:
         algo.local_update.rounds = algo.rounds
         for t in range(14):
