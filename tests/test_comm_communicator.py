@@ -213,7 +213,7 @@ def test_a_difference_in_any_field_of_the_header_is_an_error_on_all_ranks_that_n
 
 def test_a_header_survives_its_bytes():
     header = Header("ssd_sgd", "gradients", 2**40, 2**55, 2**45, 1, 7, 9, Pace(2**41, 0.1))
-    assert Header.unpack(header.pack().numpy().tobytes()) == header
+    assert Header.unpack(header.pack()) == header
 
 
 @pytest.mark.parametrize("names", [("x" * 25, "round"), ("test", "x" * 25), ("test", "é" * 13)], ids=str)
@@ -225,7 +225,7 @@ def test_names_that_a_header_would_cut_are_refused(names):
 @pytest.mark.parametrize("name", ["x" * 24, "é" * 12])
 def test_the_longest_names_survive_their_bytes(name):
     header = Header(name, name, 1, 2, 3)
-    assert Header.unpack(header.pack().numpy().tobytes()) == header
+    assert Header.unpack(header.pack()) == header
 
 
 def paces(rank, n):

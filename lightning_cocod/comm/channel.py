@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from lightning_cocod.comm import carrying
 from lightning_cocod.comm.collectives import Operation
 from lightning_cocod.comm.default_group import set_timeout
 from lightning_cocod.comm.errors import TransportError
-from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchange, size_of, unfit
+from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchange, gather_over, size_of, unfit
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import PATIENCE, Losses
@@ -70,7 +71,7 @@ class Channel:
         self._connections = Connections()
         self._groups: list[dist.ProcessGroup] = []
         self._ring: Ring | None = None
-        """For sums, on the CPU."""
+        """For headers and sums, on the CPU."""
 
     # Lifecycle
 
@@ -193,7 +194,9 @@ class Channel:
         return thread.submit(explained)
 
     def _exchange(self, header: Header) -> list[Header]:
-        return exchange(header, self._groups[0], self._home.losses.over)
+        over = self._home.losses.over
+        gather = partial(gather_over, self._groups[0], over) if self._ring is None else partial(self._ring.gather, over)
+        return exchange(header, self.ranks[self.rank], self.ranks, gather)
 
     def _finish(self, work: dist.Work) -> None:
         finish(work, self._groups[0], self._home.losses.over)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_cocod.comm.errors import MessageMismatch, NonFiniteMessage, transport
 from lightning_cocod.comm.waiting import finish
@@ -68,12 +67,11 @@ class Header:
             if len(name.encode()) > _NAME:
                 raise ValueError(f"{name!r} is too long for a header: at most {_NAME} bytes")
 
-    def pack(self) -> Tensor:
+    def pack(self) -> bytes:
         """The header as bytes."""
         names = self.algorithm.encode(), self.kind.encode()
         numbers = self.step, self.layout, self.nbytes, self.weights, self.flags, self.samples
-        packed = _FORMAT.pack(*names, *numbers, *self.pace)
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return _FORMAT.pack(*names, *numbers, *self.pace)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
@@ -96,13 +94,14 @@ def size_of(world_size: int) -> int:
     return _FORMAT.size * (world_size - 1)
 
 
-def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> list[Header]:
+def exchange(mine: Header, rank: int, ranks: Sequence[int], gather: Callable[[bytes], list[bytes]]) -> list[Header]:
     """Wait for every worker's header and compare.
 
     Args:
         mine: this worker's.
-        group: to gather in.
-        over: set once communication has ended: nobody waits longer then.
+        rank: this worker.
+        ranks: that exchange headers, in their order.
+        gather: makes of every worker's bytes, which are as many, those of all of them in the order of ranks.
 
     Returns:
         The headers in the order of ranks.
@@ -110,15 +109,7 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
     Raises:
         MessageMismatch: two workers announce different messages. Raised on every worker, before anything is reduced.
     """
-    ranks = dist.get_process_group_ranks(group)
-    rank, world_size = ranks[group.rank()], len(ranks)
-    everyone = [torch.empty(_FORMAT.size, dtype=torch.uint8) for _ in range(world_size)]
-    packed = mine.pack()
-    with transport:
-        work = dist.all_gather(everyone, packed, group=group, async_op=True)
-    assert work is not None  # every rank is a member of the group
-    finish(work, group, over)
-    headers = [Header.unpack(theirs.numpy().tobytes()) for theirs in everyone]
+    headers = [Header.unpack(theirs) for theirs in gather(mine.pack())]
     for other, header in zip(ranks, headers, strict=True):
         if header._agreed != mine._agreed:
             raise MessageMismatch(
@@ -126,6 +117,17 @@ def exchange(mine: Header, group: dist.ProcessGroup, over: threading.Event) -> l
                 "same model, the same options, weights included, and the same number of batches"
             )
     return headers
+
+
+def gather_over(group: dist.ProcessGroup, over: threading.Event, mine: bytes) -> list[bytes]:
+    """Every worker's bytes, over Gloo. Nobody waits any longer once communication is ``over``."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    everyone = [torch.empty_like(sent) for _ in range(group.size())]
+    with transport:
+        work = dist.all_gather(everyone, sent, group=group, async_op=True)
+    assert work is not None  # every rank is a member of the group
+    finish(work, group, over)
+    return [theirs.numpy().tobytes() for theirs in everyone]
 
 
 def unfit(headers: list[Header], ranks: Sequence[int], *, skip: bool) -> tuple[int, ...]:

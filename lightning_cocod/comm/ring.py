@@ -105,6 +105,43 @@ class Filled(Cargo):
             self._parts[part].values.add_(self._rooms[part].values)
 
 
+class Table(Cargo):
+    """A row of bytes of every worker, each as long. This worker's own is there.
+
+    Args:
+        row: this worker's.
+        place: of this worker.
+        n: how many workers there are.
+    """
+
+    def __init__(self, row: bytes, place: int, n: int) -> None:
+        self._rows = memoryview(bytearray(n * len(row)))
+        self._size = len(row)
+        self._row(place)[:] = row
+
+    def _row(self, place: int) -> memoryview:
+        return self._rows[place * self._size : (place + 1) * self._size]
+
+    @property
+    def rows(self) -> list[bytes]:
+        """Of all workers, once they have come."""
+        return [bytes(self._rows[at : at + self._size]) for at in range(0, len(self._rows), self._size)]
+
+    def leaving(self, part: int) -> memoryview:
+        """Its row."""
+        return self._row(part)
+
+    def left(self, part: int) -> None:
+        """It stays as well."""
+
+    def landing(self, part: int, under_way: bool) -> memoryview:
+        """Its row."""
+        return self._row(part)
+
+    def landed(self, part: int, under_way: bool) -> None:
+        """Nothing is to be done."""
+
+
 class Ring:
     """This worker's place in a ring, and its two connections there.
 
@@ -144,6 +181,17 @@ class Ring:
             TransportError: a connection has broken, nothing has moved for long, or communication is over.
         """
         return _Journey(self, leg, buckets, count, is_there).go(over)
+
+    def gather(self, over: threading.Event, row: bytes) -> list[bytes]:
+        """Every worker's row of bytes, which are all as long as this worker's.
+
+        Raises:
+            TransportError: see ``travel``.
+        """
+        table = Table(row, self.place, self.n)
+        for _ in self.travel(Leg.ALL_GATHER, iter([table]), 1, over):
+            pass
+        return table.rows
 
     def filled(self, memory: Tensor) -> Filled:
         """A bucket's cargo: contiguous, on the CPU. What it is cut into is kept for memory that comes again."""
