@@ -35,6 +35,7 @@ from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.link import FIRST_FREE, Link
 from lightning_cocod.comm.meeting import meet
 from lightning_cocod.comm.norms import finite, norm
+from lightning_cocod.comm.one_cpu import compute_on_one_cpu
 from lightning_cocod.comm.pairwise import Coded, Coding, Plain, Wire
 from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.topology import Topology, is_active
@@ -417,4 +418,8 @@ class Gossip:
         return Coded(coding, θ, (active, passive, self.rank))
 
     def _thread(self, work: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+        def working() -> None:
+            compute_on_one_cpu()
+            work()
+
+        self._threads.append(threading.Thread(target=working, name=name, daemon=True))

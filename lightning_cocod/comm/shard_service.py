@@ -32,6 +32,7 @@ from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.link import FIRST_FREE, Header, Link
 from lightning_cocod.comm.meeting import meet
 from lightning_cocod.comm.norms import finite
+from lightning_cocod.comm.one_cpu import compute_on_one_cpu
 from lightning_cocod.comm.pairwise import Host
 from lightning_cocod.comm.thread import CommunicationThread, Handle
 
@@ -128,6 +129,7 @@ class ShardService:
                 timeout=comm.connect_timeout,
             )
         self._worker = CommunicationThread(f"questions to owners of rank {comm.rank}")
+        self._worker.submit(compute_on_one_cpu)
         comm.losses.concern(self._worker, self)
         for peer, link in self._answered.items():
             name = f"shard of rank {comm.rank} for rank {peer}"
@@ -279,6 +281,7 @@ class ShardService:
     # The owner
 
     def _serve(self, link: Link) -> None:
+        compute_on_one_cpu()
         lane = lane_for(self.comm.device)  # so that it does not queue behind what others compute
         try:
             with lane.working(), torch.no_grad():
