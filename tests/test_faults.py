@@ -66,6 +66,7 @@ def assert_lost(end, rank, why):
         "before the first collective",
         "before the first step",
         "between rounds",
+        "while announcing",
         "while sending",
         "while reducing",
         "in validation",

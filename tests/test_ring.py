@@ -1,4 +1,4 @@
-"""Sums round a ring: exact, the same everywhere, in any timing, and an end whatever happens to a neighbour."""
+"""Sums and headers round a ring: exact, the same everywhere, in any timing, and an end whatever happens to a neighbour."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from support.rings import LIMIT, SILENCE, at_once, ring_of
+from support.rings import LIMIT, SILENCE, at_once, over_tcp, ring_of
 from support.ways import communicator
 
 from lightning_cocod.comm import Communicator, Subject, buckets, ring_connections
@@ -162,6 +162,52 @@ def test_a_worker_that_goes_away_ends_the_sums_of_the_others():
         rings[1].close()
 
     first, _, third = at_once(lambda: summed(rings[0], tensors[0]), leaves, lambda: summed(rings[2], tensors[2]))
+    for error in (first, third):
+        assert isinstance(error, TransportError)
+        assert "the ring is broken" in str(error)  # not that nothing has moved
+    rings[0].close()
+    rings[2].close()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+def test_every_worker_gets_the_bytes_of_all_between_sums_as_well(n, no_socket_is_left):
+    rings, tensors = ring_of(n), everybody(n, [50, 3], torch.float64)
+    rows = [bytes([r, 255 - r] * 56) for r in range(n)]
+
+    def rows_and_sums(ring):
+        over = threading.Event()
+        timing = random.Random(ring.place)
+        found = []
+        for times in range(5):
+            time.sleep(timing.random() / 200)  # any
+            found.append((ring.gather(over, rows[ring.place]), ring.gather(over, bytes([times]))))
+            found.append(summed(ring, tensors[ring.place]))
+        return found
+
+    found = at_once(*(lambda ring=ring: rows_and_sums(ring) for ring in rings))
+    for each in found:
+        assert each[0::2] == [(rows, [bytes([times])] * n) for times in range(5)]
+        assert all(equal(sums, expected(tensors)) for sums in each[1::2])
+    for ring in rings:
+        ring.close()
+
+
+def test_a_worker_that_goes_away_after_a_gathering_has_told_all_and_ends_the_next_one_of_the_others():
+    rings, told = ring_of(3, connected=over_tcp), []
+
+    def gathers(ring):
+        told.append(ring.gather(threading.Event(), b"once"))
+
+    def leaves():
+        gathers(rings[1])
+        rings[1].close()
+
+    def goes_on(ring):
+        gathers(ring)
+        ring.gather(threading.Event(), b"more")
+
+    first, _, third = at_once(lambda: goes_on(rings[0]), leaves, lambda: goes_on(rings[2]))
+    assert told == [[b"once"] * 3] * 3
     for error in (first, third):
         assert isinstance(error, TransportError)
         assert "the ring is broken" in str(error)  # not that nothing has moved

@@ -25,7 +25,6 @@ from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import PATIENCE, Losses
 from lightning_cocod.comm.meeting import own_address
 from lightning_cocod.comm.message import Message, Report, Subject
-from lightning_cocod.comm.one_cpu import compute_on_one_cpu
 from lightning_cocod.comm.ring import Ring
 from lightning_cocod.comm.ring_connections import close_ring
 from lightning_cocod.comm.sockets import Connections
@@ -80,7 +79,6 @@ class Channel:
         """The thread begins. It is called ``name`` of its rank."""
         self._under_way = False
         self._thread = CommunicationThread(f"{name} of rank {self.ranks[self.rank]}")
-        self._thread.submit(compute_on_one_cpu)
         self._home.losses.concern(self._thread, self._connections)
 
     def _connect(self, timeout: float, parts: Sequence[Sequence[int]], making: float | None = None) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_cocod.comm.beside import beside_training
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.errors import CommunicationError, LinkShut, MessageMismatch, NonFiniteMessage, PeerLeft, PeerLost
 from lightning_cocod.comm.lane import lane_for
@@ -35,7 +36,6 @@ from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.link import FIRST_FREE, Link
 from lightning_cocod.comm.meeting import meet
 from lightning_cocod.comm.norms import finite, norm
-from lightning_cocod.comm.one_cpu import compute_on_one_cpu
 from lightning_cocod.comm.pairwise import Coded, Coding, Plain, Wire
 from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.topology import Topology, is_active
@@ -147,8 +147,6 @@ class Gossip:
             self._thread(self._ping, f"gossip pings of rank {self.rank}")
         for other, link in answered.items():
             self._thread(partial(self._answer, link), f"gossip of rank {self.rank} with rank {other}")
-        for thread in self._threads:
-            thread.start()
 
     def leave(self) -> None:
         """From here on others may be gone rightly. ``close`` follows."""
@@ -418,8 +416,4 @@ class Gossip:
         return Coded(coding, θ, (active, passive, self.rank))
 
     def _thread(self, work: Callable[[], None], name: str) -> None:
-        def working() -> None:
-            compute_on_one_cpu()
-            work()
-
-        self._threads.append(threading.Thread(target=working, name=name, daemon=True))
+        self._threads.append(beside_training(work, name))

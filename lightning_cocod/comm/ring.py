@@ -8,7 +8,7 @@ Every bucket is cut into n parts. In step s = 0, …, 2n − 3 worker r sends pa
 (modulo n): first sums under way, to which it adds its own part, until part r is complete where it is; then from s = n − 1 on
 sums of all. Each is made once, so it is the same on all workers bit for bit. All steps are an all-reduce, the first half is
 a reduce-scatter, the other one an all-gather. Two buckets take turns, step by step: one travels while the other one is added
-up. Where their bytes lie is a cargo's to say: most are ``Filled`` scratch buckets.
+up. Where their bytes lie is a cargo's to say: most are ``Filled`` scratch buckets. A ``Table`` of headers is all-gathered.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Ring:
         before: to the worker it receives from.
         place: of this worker.
         n: how many there are, two at least.
-        timeout: seconds without a byte moved after which a sum is given up.
+        timeout: seconds without a byte moved after which what is under way is given up.
     """
 
     def __init__(self, after: socket.socket, before: socket.socket, place: int, n: int, timeout: float) -> None:

@@ -19,12 +19,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_cocod.comm.beside import beside_training
 from lightning_cocod.comm.clocks import Clocks
 from lightning_cocod.comm.communicator import Communicator
 from lightning_cocod.comm.errors import CommunicationError, LinkShut, NonFiniteMessage, PeerLeft, PeerLost
@@ -32,7 +34,6 @@ from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.link import FIRST_FREE, Header, Link
 from lightning_cocod.comm.meeting import meet
 from lightning_cocod.comm.norms import finite
-from lightning_cocod.comm.one_cpu import compute_on_one_cpu
 from lightning_cocod.comm.pairwise import Host
 from lightning_cocod.comm.thread import CommunicationThread, Handle
 
@@ -129,13 +130,10 @@ class ShardService:
                 timeout=comm.connect_timeout,
             )
         self._worker = CommunicationThread(f"questions to owners of rank {comm.rank}")
-        self._worker.submit(compute_on_one_cpu)
         comm.losses.concern(self._worker, self)
         for peer, link in self._answered.items():
             name = f"shard of rank {comm.rank} for rank {peer}"
-            self._threads.append(threading.Thread(target=self._serve, args=(link,), name=name, daemon=True))
-        for thread in self._threads:
-            thread.start()
+            self._threads.append(beside_training(partial(self._serve, link), name))
 
     def leave(self) -> None:
         """Nothing will be asked any more. All ranks have met since they asked for the last time; ``close`` follows."""
@@ -281,7 +279,6 @@ class ShardService:
     # The owner
 
     def _serve(self, link: Link) -> None:
-        compute_on_one_cpu()
         lane = lane_for(self.comm.device)  # so that it does not queue behind what others compute
         try:
             with lane.working(), torch.no_grad():

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from lightning_cocod.comm.beside import beside_training
+
 T = TypeVar("T")
 
 
@@ -74,8 +76,7 @@ class CommunicationThread:
         self._error: BaseException | None = None
         self._closed = False
         self._open: set[Handle[Any]] = set()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = beside_training(self._run, name)
 
     def submit(self, work: Callable[[], T]) -> Handle[T]:
         """Queue a job.

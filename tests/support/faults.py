@@ -71,6 +71,7 @@ WHERE = (
     "before the first step",
     "between rounds",
     "in a gradient",
+    "while announcing",
     "while sending",
     "while reducing",
     "in validation",
@@ -103,7 +104,7 @@ class Faulty(Toy):
 
     def on_train_start(self):
         self.here("before the first step")
-        if self.where in ("while sending", "while reducing") and self.trainer.global_rank == self.rank:
+        if self.where.startswith("while ") and self.trainer.global_rank == self.rank:
             in_the_transport(self.where, lambda: self.what(self))
 
     def training_step(self, batch, batch_idx):
@@ -141,27 +142,32 @@ class Faulty(Toy):
 
 
 def in_the_transport(where, happens):
-    """From now on, this rank's next message meets the fault: its bytes are handed over, or have been reduced here."""
+    """From now on, this rank's next message meets the fault: it is announced, or bytes of it are handed over, or have been
+    reduced here.
+    """
     in_the_ring(where.removeprefix("while "), happens)
 
 
 def in_the_ring(doing, happens):
-    """From now on, that happens whenever a part of a bucket has been handed over, or whenever a bucket has gone round."""
+    """From now on, that happens whenever a header or a part of a bucket has been handed over, or a bucket has gone round."""
     has_sent, travel = ring._Journey._has_sent, ring.Ring.travel
 
     def sending(self):
+        cargo = self._at_work[self._sends[0][0]].cargo
         has_sent(self)
-        happens()
+        if isinstance(cargo, ring.Table) == (doing == "announcing"):
+            happens()
 
     def reducing(*args):
-        for memory in travel(*args):
-            happens()
-            yield memory
+        for cargo in travel(*args):
+            if not isinstance(cargo, ring.Table):
+                happens()
+            yield cargo
 
-    if doing == "sending":
-        ring._Journey._has_sent = sending
-    else:
+    if doing == "reducing":
         ring.Ring.travel = reducing
+    else:
+        ring._Journey._has_sent = sending
 
 
 LIMIT = 50.0
