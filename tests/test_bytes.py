@@ -54,10 +54,10 @@ def test_every_algorithm_sends_what_its_formula_says(table):
 
 
 def test_what_is_counted_is_what_the_kernel_has_seen(table):
-    """A round's messages need some kB of the transport's own, however few they carry."""
+    """Where messages go through Gloo they need some kB of its own, however few they carry; a ring needs nothing."""
     for row in table:
         counted = row.formula if row.counted is None else row.counted
-        assert counted < row.written < 1.01 * counted + 8192, row
+        assert counted <= row.written < 1.01 * counted + 8192, row
 
 
 def test_another_formula_would_be_noticed(table):

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -188,9 +189,11 @@ def mismatches(rank, n):
     texts = {}
     for field, other in FIELDS.items():
         with communicating() as c:
-            x = torch.full((2, 3), float(rank))
+            x, both_are_queued = torch.full((2, 3), float(rank)), threading.Event()
+            c.do(partial(both_are_queued.wait, LIMIT), about("round", 3))
             message = other(c, [x]) if rank == n - 1 else c.mean_([x], 0.5, about("round", 3))
             queued = c.mean_([x], 0.5, about("round", 3))
+            both_are_queued.set()
             with pytest.raises(MessageMismatch) as caught:
                 message.wait()
             for later in (queued.wait, c.check, lambda: c.mean_([x], 0.5, about("round", 3))):
