@@ -19,7 +19,7 @@ def beside_training(work: Callable[[], None], name: str) -> threading.Thread:
     ready = threading.Event()
 
     def alone() -> None:
-        torch.get_num_threads()
+        torch.get_num_threads()  # or else it would, with the first thing that it computes
         torch.set_num_threads(1)
         ready.set()
         work()
