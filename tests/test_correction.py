@@ -15,7 +15,7 @@ from lightning_cocod.comm import Subject, buckets
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.carrying import new_scratch
 from lightning_cocod.comm.correction import Correction, Rooms, RunningMean
-from lightning_cocod.comm.ring import Leg
+from lightning_cocod.comm.ring import Filled, Leg
 from lightning_cocod.comm.tracer import Tracer
 
 SIZES = [[5], [1, 1], [1000, 17, 4096, 1, 2, 64], [4000] * 7]
@@ -37,7 +37,7 @@ def corrected(ring, tensors, weights, own=1.0, cap=800, late=None):
         for bucket in range(len(correction.layout)):
             if late is not None:
                 threading.Event().wait(late.random() * 2e-3)
-            cargo = correction.cargo(bucket, ring, scratch, Tracer())
+            cargo = correction.cargo(bucket, bucket % 2, ring, scratch, Tracer())
             assert isinstance(cargo, RunningMean)
             yield cargo
 
@@ -192,8 +192,9 @@ def test_what_is_added_up_otherwise_is_filled_into_scratch(dtype):
     rings = ring_of(2)
     with closing(rings[0]), closing(rings[1]):
         snapshot = Layout([torch.zeros(9), torch.zeros(9, dtype=dtype)]).buffer()
-        correction = Correction(snapshot, [0.5, 0.5], 0)
-        assert all(correction.cargo(bucket, rings[0], new_scratch(), Tracer()) is None for bucket in range(2))
+        correction, scratch = Correction(snapshot, [0.5, 0.5], 0), new_scratch()
+        for bucket in range(2):
+            assert isinstance(correction.cargo(bucket, bucket, rings[0], scratch, Tracer()), Filled)
 
 
 def both_ways(rank, n, weights):

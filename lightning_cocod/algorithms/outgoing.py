@@ -73,7 +73,7 @@ class Outgoing:
         pieces: list[list[tuple[int, int, int, Tensor]]] = [[] for _ in self.x]
         for bucket, flat in enumerate(buffer.buckets):
             for piece in self.layout.parts(bucket):
-                place = flat[piece.offset : piece.offset + piece.stop - piece.start]
+                place = flat[piece.offset : piece.end]
                 pieces[piece.index].append((bucket, piece.start, piece.stop, place))
         return pieces
 

@@ -69,17 +69,11 @@ class Server(Outgoing):
         """This worker's parts of every parameter, views of W; and where in which bucket's shard they lie."""
         parts, places = [], []
         for bucket, W in enumerate(self.W):
-            first = self.comm.rank * W.numel()
-            for piece in self.layout.parts(bucket):
-                begin = max(piece.offset, first)
-                end = min(piece.offset + piece.stop - piece.start, first + W.numel())
-                if begin < end:
-                    scalar = self.x[piece.index].dim() == 0
-                    weights = W[begin - first : end - first]
-                    p = nn.Parameter(weights.view(()) if scalar else weights)
-                    start = piece.start + begin - piece.offset
-                    parts.append(Part(piece.index, start, start + end - begin, p))
-                    places.append((bucket, begin - first, end - first))
+            for piece in self.layout.shares(bucket, self.comm.world_size)[self.comm.rank]:
+                weights = W[piece.offset : piece.end]
+                p = nn.Parameter(weights.view(()) if self.x[piece.index].dim() == 0 else weights)
+                parts.append(Part(piece.index, piece.start, piece.stop, p))
+                places.append((bucket, piece.offset, piece.end))
         return parts, places
 
     def of_parts(self, shards: Sequence[Tensor]) -> list[Tensor]:

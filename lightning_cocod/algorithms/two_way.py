@@ -165,15 +165,11 @@ class TwoWay(Outgoing):
     def keep(self, present: Sequence[bool]) -> None:
         """ẽ ← ẽ + U of parameters that are not present, which rest: they lose their U."""
         for bucket, E in enumerate(self.E):
-            first = self.comm.rank * E.numel()
-            for piece in self.layout.parts(bucket):
-                begin = max(piece.offset, first)
-                end = min(piece.offset + piece.stop - piece.start, first + E.numel())
-                if not present[piece.index] and begin < end:
+            for piece in self.layout.shares(bucket, self.comm.world_size)[self.comm.rank]:
+                if not present[piece.index]:
                     U = self.x[piece.index].grad
                     assert U is not None  # it has been pulled
-                    at = piece.start - piece.offset
-                    E[begin - first : end - first].add_(in_memory_order(U)[begin + at : end + at])
+                    E[piece.offset : piece.end].add_(in_memory_order(U)[piece.start : piece.stop])
         for p, there in zip(self.x, present, strict=True):
             if not there:
                 p.grad = None

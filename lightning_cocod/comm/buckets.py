@@ -51,12 +51,17 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of tensor ``index``, in memory order, at ``offset`` of the bucket."""
+    """Elements [start, stop) of tensor ``index``, in memory order, at [offset, end) of the bucket."""
 
     index: int
     start: int
     stop: int
     offset: int
+
+    @property
+    def end(self) -> int:
+        """In the bucket."""
+        return self.offset + self.stop - self.start
 
 
 def _form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -172,6 +177,19 @@ class Layout:
         """What lies in a bucket."""
         return self._pieces[bucket]
 
+    def shares(self, bucket: int, n: int) -> list[list[Piece]]:
+        """What lies in each of n equal parts of a bucket, with offsets there."""
+        size = self._sizes[bucket] // n
+        shares: list[list[Piece]] = [[] for _ in range(n)]
+        for piece in self._pieces[bucket]:
+            start, offset = piece.start, piece.offset
+            while start < piece.stop:
+                share, within = divmod(offset, size)
+                step = min(piece.stop - start, size - within)
+                shares[share].append(Piece(piece.index, start, start + step, within))
+                start, offset = start + step, offset + step
+        return shares
+
     def numbers(self, bucket: int) -> list[int]:
         """Of the tensors whose pieces lie in a bucket, piece by piece."""
         return [p.index for p in self._pieces[bucket]]
@@ -215,10 +233,7 @@ class Layout:
 
     def cut(self, bucket: int, flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """Views of a flat bucket, shaped like the pieces that lie in it."""
-        return [
-            flat[p.offset : p.offset + p.stop - p.start].view(piece.shape)
-            for p, piece in zip(self._pieces[bucket], like, strict=True)
-        ]
+        return [flat[p.offset : p.end].view(piece.shape) for p, piece in zip(self._pieces[bucket], like, strict=True)]
 
     def _each(self) -> list[tuple[int, tuple[torch.dtype, torch.device]]]:
         return list(zip(self._sizes, self._kinds, strict=True))

@@ -9,21 +9,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cocod.comm.collectives import Collective, Operation, Scratch
+from lightning_cocod.comm.collectives import Collective, Memory, Operation
 from lightning_cocod.comm.gate import Gate
-from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Filled, Leg, Ring
+from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
 
 
-def new_scratch() -> Scratch:
-    """For one thread's messages."""
+def new_scratch() -> list[Memory]:
+    """For one thread's messages: for each bucket at work."""
     return [{} for _ in range(IN_FLIGHT)]
 
 
@@ -32,7 +32,7 @@ def run(
     operation: Operation,
     group: dist.ProcessGroup,
     ring: Ring | None,
-    scratch: Scratch,
+    scratch: Sequence[Memory],
     over: threading.Event,
     tracer: Tracer,
 ) -> float:
@@ -51,7 +51,7 @@ def run(
 
 
 def _go_round(
-    collective: Collective, leg: Leg, ring: Ring, scratch: Scratch, over: threading.Event, tracer: Tracer
+    collective: Collective, leg: Leg, ring: Ring, scratch: Sequence[Memory], over: threading.Event, tracer: Tracer
 ) -> float:
     """All buckets, in their order."""
     order, gate, idle = collective.order(), collective.gate, 0.0
@@ -61,22 +61,16 @@ def _go_round(
         for place, bucket in enumerate(order):
             if gate is not None:
                 idle += _pass(gate, bucket, over, tracer)
-            cargo = collective.cargo(bucket, ring, scratch, tracer)
-            if cargo is None:
-                memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
-                with tracer.span("encode"):
-                    _fill(collective, bucket, memory)
-                cargo = ring.filled(memory)
-            yield cargo
+            yield collective.cargo(bucket, place % IN_FLIGHT, ring, scratch, tracer)
 
     is_there = None if gate is None else lambda place: gate.is_open(order[place])
     travelled = ring.travel(leg, buckets(), len(order), over, is_there)
-    for bucket in order:
+    for _ in order:
         with tracer.span("reduce"):
             cargo = next(travelled)
-        if isinstance(cargo, Filled):
+        if cargo.unload is not None:
             with tracer.span("decode"):
-                collective.come_home(bucket, cargo.memory)
+                cargo.unload()
     return idle
 
 
@@ -88,15 +82,8 @@ def _pass(gate: Gate, bucket: int, over: threading.Event, tracer: Tracer) -> flo
     return time.perf_counter() - begun
 
 
-def _fill(collective: Collective, bucket: int, memory: Tensor) -> None:
-    if collective.weight:
-        collective.fill(bucket, memory)
-    else:
-        memory.zero_()  # not 0·x: that is NaN where x is
-
-
 def _carry_out(
-    collective: Collective, group: dist.ProcessGroup, scratch: Scratch, over: threading.Event, tracer: Tracer
+    collective: Collective, group: dist.ProcessGroup, scratch: Sequence[Memory], over: threading.Event, tracer: Tracer
 ) -> float:
     """All buckets, in their order, ``IN_FLIGHT`` of them at a time."""
     at_work: deque[tuple[int, int, Tensor, dist.Work]] = deque()
@@ -124,9 +111,8 @@ def _carry_out(
             for *_, work in () if gate.is_open(bucket) else at_work:
                 finish(work, group, over)
             idle += _pass(gate, bucket, over, tracer)
-        memory = collective.layout.scratch(bucket, scratch[place % IN_FLIGHT], summed=collective.sums)
         with tracer.span("encode"):
-            _fill(collective, bucket, memory)
+            memory = collective.put_in(bucket, scratch[place % IN_FLIGHT])
             launched = collective.launch(bucket, memory, group)  # codes are made here
         if launched is None:
             collective.drain(bucket, memory)

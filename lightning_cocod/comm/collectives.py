@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,8 +23,8 @@ from lightning_cocod.comm.norms import finite, norm, norms, total
 from lightning_cocod.comm.ring import Cargo, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 
-Scratch = list[dict[tuple[torch.dtype, torch.device], Tensor]]
-"""Memory for each bucket at work; grows on first use."""
+Memory = dict[tuple[torch.dtype, torch.device], Tensor]
+"""Scratch memory for one bucket; grows on first use."""
 
 _SUM = dist.AllreduceOptions()  # adds up, by default
 
@@ -128,13 +129,33 @@ class Collective(Operation):
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Take the result."""
 
-    def cargo(self, bucket: int, ring: Ring, scratch: Scratch, tracer: Tracer) -> Cargo | None:
-        """What goes round a ring, if it is not a scratch bucket that is filled and drained."""
-        return None
+    def scratch(self, bucket: int, memory: Memory) -> Tensor:
+        """For a bucket."""
+        return self.layout.scratch(bucket, memory, summed=self.sums)
 
-    def come_home(self, bucket: int, scratch: Tensor) -> None:
-        """How to ``drain`` one that has gone round a ring."""
-        self.drain(bucket, scratch)
+    def put_in(self, bucket: int, memory: Memory) -> Tensor:
+        """A scratch bucket with this worker's part, which is zero while it is left out."""
+        scratch = self.scratch(bucket, memory)
+        if self.weight:
+            self.fill(bucket, scratch)
+        else:
+            scratch.zero_()  # not 0·x: that is NaN where x is
+        return scratch
+
+    def cargo(self, bucket: int, turn: int, ring: Ring, memory: Sequence[Memory], tracer: Tracer) -> Cargo:
+        """What goes round a ring: a scratch bucket that is filled, and drained in the end, if nothing else.
+
+        Args:
+            bucket: its number.
+            turn: which one of the memory is its.
+            ring: where it goes.
+            memory: scratch.
+            tracer: told what takes time.
+        """
+        with tracer.span("encode"):
+            cargo = ring.filled(self.put_in(bucket, memory[turn]))
+        cargo.unload = partial(self.drain, bucket, cargo.memory)
+        return cargo
 
 
 class AllReduce(Collective):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Part, as_part, summed_in
-from lightning_cocod.comm.collectives import AllReduce, Scratch, weigh
+from lightning_cocod.comm.collectives import AllReduce, Memory, weigh
 from lightning_cocod.comm.norms import norms, total
 from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Ring
 from lightning_cocod.comm.tracer import Tracer
@@ -55,14 +55,14 @@ class Correction(AllReduce):
         """S ← m - a S."""
         self._take(self._snapshot.buckets[bucket], scratch)
 
-    def cargo(self, bucket: int, ring: Ring, scratch: Scratch, tracer: Tracer) -> Cargo | None:
+    def cargo(self, bucket: int, turn: int, ring: Ring, memory: Sequence[Memory], tracer: Tracer) -> Cargo:
         """Parts of S, where all of it has the dtype in which it is added up."""
         if not self._lies_as_it_travels:
-            return None
+            return super().cargo(bucket, turn, ring, memory, tracer)
         dtype = (S := self._snapshot.buckets[bucket]).dtype
         if dtype not in self._rooms:
             longest = max(-(-other.numel() // ring.n) for other in self._snapshot.buckets if other.dtype == dtype)
-            self._rooms[dtype] = Rooms(longest, S, scratch)
+            self._rooms[dtype] = Rooms(longest, S, memory)
 
         def take(S: Tensor, m: Tensor) -> None:
             with tracer.span("decode"):
@@ -102,7 +102,7 @@ class Rooms:
         scratch: memory, a bucket's worth of which is used and half of another's at most.
     """
 
-    def __init__(self, longest: int, like: Tensor, scratch: Scratch) -> None:
+    def __init__(self, longest: int, like: Tensor, scratch: Sequence[Memory]) -> None:
         kind, self._free = (like.dtype, like.device), []
         for memory, count in zip(scratch, (2, 1), strict=True):
             if kind not in memory or memory[kind].numel() < count * longest:

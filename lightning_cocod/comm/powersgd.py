@@ -81,7 +81,7 @@ class Factors:
                 if low:
                     blocks += _blocks(len(self.P) - 1, n, piece)
                 else:
-                    span = slice(piece.offset, piece.offset + piece.stop - piece.start)
+                    span = slice(piece.offset, piece.end)
                     others.append(Whole(len(self.whole) - 1, slice(piece.start, piece.stop), span))
         self.first, self.second = Layout([*self.P, *self.whole]), Layout(self.own)
 

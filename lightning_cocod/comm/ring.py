@@ -8,7 +8,8 @@ Every bucket is cut into n parts. In step s = 0, …, 2n − 3 worker r sends pa
 (modulo n): first sums under way, to which it adds its own part, until part r is complete where it is; then from s = n − 1 on
 sums of all. Each is made once, so it is the same on all workers bit for bit. All steps are an all-reduce, the first half is
 a reduce-scatter, the other one an all-gather. Two buckets take turns, step by step: one travels while the other one is added
-up. Where their bytes lie is a cargo's to say: most are ``Filled`` scratch buckets. A ``Table`` of headers is all-gathered.
+up. Where their bytes lie is a cargo's to say: most are ``Filled`` scratch buckets; what is all-gathered, as a ``Table`` of
+headers is, lies ``InPlace``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import torch
@@ -52,7 +54,13 @@ _CLOSED = "a connection has been closed"
 
 
 class Cargo(ABC):
-    """A bucket on its way round a ring: where the bytes of each of its parts lie, and what is done with them."""
+    """A bucket on its way round a ring: where the bytes of each of its parts lie, and what is done with them.
+
+    Attributes:
+        unload: to be called once it has come as far as it goes, if anything is.
+    """
+
+    unload: Callable[[], None] | None = None
 
     @abstractmethod
     def leaving(self, part: int) -> memoryview:
@@ -83,29 +91,56 @@ class Filled(Cargo):
         memory: the bucket.
         parts: of it.
         rooms: for what is to be added to each part.
+        sums: where those of a part come to lie, if not in the bucket.
     """
 
-    def __init__(self, memory: Tensor, parts: list[Part], rooms: list[Part]) -> None:
-        self.memory, self._parts, self._rooms = memory, parts, rooms
+    def __init__(self, memory: Tensor, parts: list[Part], rooms: list[Part], sums: Mapping[int, Tensor]) -> None:
+        self.memory, self.parts, self._rooms, self._sums = memory, parts, rooms, sums
 
     def leaving(self, part: int) -> memoryview:
         """In the bucket."""
-        return self._parts[part].bytes
+        return self.parts[part].bytes
 
     def left(self, part: int) -> None:
         """It stays as well."""
 
     def landing(self, part: int, under_way: bool) -> memoryview:
         """Beside the bucket, or in its place there."""
-        return (self._rooms if under_way else self._parts)[part].bytes
+        return (self._rooms if under_way else self.parts)[part].bytes
 
     def landed(self, part: int, under_way: bool) -> None:
         """Add."""
         if under_way:
-            self._parts[part].values.add_(self._rooms[part].values)
+            own = self.parts[part].values
+            torch.add(own, self._rooms[part].values, out=self._sums.get(part, own))
 
 
-class Table(Cargo):
+class InPlace(Cargo):
+    """A bucket that is all-gathered: its parts lie where they are to be.
+
+    Args:
+        parts: the bytes of each.
+    """
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = parts
+
+    def leaving(self, part: int) -> memoryview:
+        """Where it lies."""
+        return self._parts[part]
+
+    def left(self, part: int) -> None:
+        """It stays as well."""
+
+    def landing(self, part: int, under_way: bool) -> memoryview:
+        """Where it is to be."""
+        return self._parts[part]
+
+    def landed(self, part: int, under_way: bool) -> None:
+        """Nothing is to be done."""
+
+
+class Table(InPlace):
     """A row of bytes of every worker, each as long. This worker's own is there.
 
     Args:
@@ -115,31 +150,13 @@ class Table(Cargo):
     """
 
     def __init__(self, row: bytes, place: int, n: int) -> None:
-        self._rows = memoryview(bytearray(n * len(row)))
-        self._size = len(row)
-        self._row(place)[:] = row
-
-    def _row(self, place: int) -> memoryview:
-        return self._rows[place * self._size : (place + 1) * self._size]
+        super().__init__([memoryview(bytearray(len(row))) for _ in range(n)])
+        self._parts[place][:] = row
 
     @property
     def rows(self) -> list[bytes]:
         """Of all workers, once they have come."""
-        return [bytes(self._rows[at : at + self._size]) for at in range(0, len(self._rows), self._size)]
-
-    def leaving(self, part: int) -> memoryview:
-        """Its row."""
-        return self._row(part)
-
-    def left(self, part: int) -> None:
-        """It stays as well."""
-
-    def landing(self, part: int, under_way: bool) -> memoryview:
-        """Its row."""
-        return self._row(part)
-
-    def landed(self, part: int, under_way: bool) -> None:
-        """Nothing is to be done."""
+        return [bytes(row) for row in self._parts]
 
 
 class Ring:
@@ -193,8 +210,13 @@ class Ring:
             pass
         return table.rows
 
-    def filled(self, memory: Tensor) -> Filled:
-        """A bucket's cargo: contiguous, on the CPU. What it is cut into is kept for memory that comes again."""
+    def filled(self, memory: Tensor, sums: Mapping[int, Tensor] = MappingProxyType({})) -> Filled:
+        """A bucket's cargo: contiguous, on the CPU. What it is cut into is kept for memory that comes again.
+
+        Args:
+            memory: the bucket.
+            sums: see ``Filled``.
+        """
         landing, longest = self._landing.get(memory.dtype), -(-memory.numel() // self.n)
         if landing is None or landing.numel() < longest:
             landing = self._landing[memory.dtype] = memory.new_empty(longest)
@@ -208,7 +230,7 @@ class Ring:
                 of_it.clear()
             parts = parts_of(memory, self.n)
             of_it[memory.numel()] = parts, [as_part(landing[: part.values.numel()]) for part in parts]
-        return Filled(memory, *of_it[memory.numel()])
+        return Filled(memory, *of_it[memory.numel()], sums)
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""

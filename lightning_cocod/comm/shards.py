@@ -14,19 +14,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Layout, summed_in
-from lightning_cocod.comm.collectives import Collective, weigh
+from lightning_cocod.comm.collectives import Collective, Memory, weigh
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.header import LACKING, NONFINITE
 from lightning_cocod.comm.norms import finite, norms, total
-from lightning_cocod.comm.ring import IN_FLIGHT, Leg
+from lightning_cocod.comm.places import Places
+from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, InPlace, Leg, Ring
+from lightning_cocod.comm.tracer import Tracer
 
 
 class Rows:
-    """Memory for parts of shards, a row from or for each worker. The communication thread's: one for all its messages."""
+    """Memory for parts of shards, a row from or for each worker, and where they lie. For messages that take turns."""
 
     def __init__(self) -> None:
-        self._memory: list[dict[tuple[torch.dtype, torch.device], Tensor]] = [{} for _ in range(IN_FLIGHT)]
+        self._memory: list[Memory] = [{} for _ in range(IN_FLIGHT)]
+        self._places: Places | None = None
+
+    def places(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int) -> Places:
+        """Of a pull. They are kept for the next one."""
+        if self._places is None or not self._places.are_of(s, x, layout):
+            self._places = Places(s, x, layout, rank)
+        return self._places
 
     def beside(self, bucket: int, sent: Tensor, times: int = 1) -> Tensor:
         """As much as is sent, or several times that."""
@@ -117,9 +126,10 @@ class Push(Collective):
             first.add_(row)
         self._s[bucket].copy_(first)
 
-    def come_home(self, bucket: int, scratch: Tensor) -> None:
-        """The sum of what is this worker's."""
-        self._s[bucket].copy_(scratch.view(self._n, -1)[self._rank])
+    def cargo(self, bucket: int, turn: int, ring: Ring, memory: Sequence[Memory], tracer: Tracer) -> Cargo:
+        """A scratch bucket; the sum of what is this worker's comes to lie in s."""
+        with tracer.span("encode"):
+            return ring.filled(self.put_in(bucket, memory[turn]), {self._rank: self._s[bucket]})
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """All but the own shard; as much comes in."""
@@ -149,7 +159,7 @@ class Pull(Collective):
         self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int, rows: Rows, arrived: Gate | None = None
     ) -> None:
         self.layout, self._s, self._rank, self._rows, self._arrived = layout, s, rank, rows, arrived
-        self._pieces = layout.pieces(x, keep=False)
+        self._places = rows.places(s, x, layout, rank)
 
     def order(self) -> Sequence[int]:
         """That of forward."""
@@ -179,10 +189,30 @@ class Pull(Collective):
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Copy the pieces out."""
-        pieces = self._pieces[bucket]
+        pieces = self._places.pieces[bucket]
         torch._foreach_copy_(pieces, self.layout.cut(bucket, scratch, pieces))
+        self._has_arrived(bucket)
+
+    def _has_arrived(self, bucket: int) -> None:
         if self._arrived is not None:
             self._arrived.open(bucket)
+
+    def cargo(self, bucket: int, turn: int, ring: Ring, memory: Sequence[Memory], tracer: Tracer) -> Cargo:
+        """Shards where they lie or belong, as far as they are in one place there; a scratch bucket for the others."""
+        if (ends := self._places.ends(bucket, ring.n)) is None:
+            return super().cargo(bucket, turn, ring, memory, tracer)
+        at, rest = ends
+        scratch = ring.filled(self.scratch(bucket, memory[turn])).parts
+        parts = [at.get(shard, part) for shard, part in enumerate(scratch)]
+
+        def unload() -> None:
+            if rest:
+                torch._foreach_copy_([to for *_, to in rest], [parts[shard].values[values] for shard, values, _ in rest])
+            self._has_arrived(bucket)
+
+        cargo = InPlace([part.bytes for part in parts])
+        cargo.unload = unload
+        return cargo
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """The own shard to all others, and theirs."""
