@@ -12,6 +12,7 @@ from support.ways import communicator
 from lightning_cocod.comm import CommunicationError, Communicator, NonFiniteMessage, Subject
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.header import _FORMAT
+from lightning_cocod.comm.lent import Lent
 from lightning_cocod.comm.shards import Rows
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -124,6 +125,41 @@ def test_where_there_is_no_ring_it_is_the_same_to_the_bit(n, dtype):
             assert here[2]
         assert (ring[1], ring_without_one[1]) == ((), (n - 1,))
         assert not torch.equal(ring[0][0], ring_without_one[0][0])
+
+
+def lent_and_copied(rank, n, dtype):
+    """Shards of sums of lent tensors and of a copy of them, of all workers and without the last one, which is not finite."""
+    own = [torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype) for size in (901, 5, 64, 300)]
+    weights, found = tuple(1 / 3 * w for w in W[n]), []
+    for value in (1.0, float("inf")):
+        if rank == n - 1:
+            own[0][-1] = value
+        for lend in (False, True):
+            comm = communicator(ring=True)
+            layout, g, s = server(comm, own)
+            lent = Lent(layout)
+            for bucket, pieces in enumerate(layout.pieces(own, keep=False)):
+                lent.pieces[bucket] = [None if k == 1 else t for k, t in zip(layout.numbers(bucket), pieces, strict=True)]
+            g.copy_([torch.zeros_like(t) if k == 1 else t for k, t in enumerate(own)])
+            before = [t.clone() for t in own]
+            subject = about("gradients", weights=weights, skip=True)
+            message = comm.push_(lent if lend else g, s, Rows(), opened(comm, layout), subject)
+            message.wait()
+            found.append((s, message.left_out, comm.ledger.totals().sent))
+            assert all(torch.equal(a, b) for a, b in zip(own, before, strict=True))
+            comm.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_of_what_is_lent_are_those_of_a_copy_to_the_bit(n, dtype):
+    for copied, lent, copied_without_one, lent_without_one in run_ranks(lent_and_copied, n, dtype):
+        for here, there in ((copied, lent), (copied_without_one, lent_without_one)):
+            assert all(torch.equal(a, b) for a, b in zip(here[0], there[0], strict=True))
+            assert here[1:] == there[1:]
+        assert (copied[1], copied_without_one[1]) == ((), (n - 1,))
+        assert not all(torch.equal(a, b) for a, b in zip(copied[0], copied_without_one[0], strict=True))
 
 
 def test_one_dtype_less_would_not_do():

@@ -15,7 +15,7 @@ from lightning_cocod.comm import Subject, buckets
 from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.carrying import new_scratch
 from lightning_cocod.comm.correction import Correction, Rooms, RunningMean
-from lightning_cocod.comm.ring import Filled, Leg
+from lightning_cocod.comm.ring import IN_FLIGHT, Filled, Leg
 from lightning_cocod.comm.tracer import Tracer
 
 SIZES = [[5], [1, 1], [1000, 17, 4096, 1, 2, 64], [4000] * 7]
@@ -37,7 +37,7 @@ def corrected(ring, tensors, weights, own=1.0, cap=800, late=None):
         for bucket in range(len(correction.layout)):
             if late is not None:
                 threading.Event().wait(late.random() * 2e-3)
-            cargo = correction.cargo(bucket, bucket % 2, ring, scratch, Tracer())
+            cargo = correction.cargo(bucket, bucket % IN_FLIGHT, ring, scratch, Tracer())
             assert isinstance(cargo, RunningMean)
             yield cargo
 

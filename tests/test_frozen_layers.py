@@ -264,7 +264,7 @@ def forgetting(rank, n):
     """The negative control: what a layer has kept when it freezes is forgotten."""
 
     def forget(self, number):
-        for *_, place in self.pieces[number]:
+        for place in (self.into[cut.bucket][cut.piece] for cut in self.cuts[number]):
             place.zero_()
 
     with mock.patch.object(CodedServer, "_put_aside", forget):

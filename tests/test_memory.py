@@ -98,7 +98,7 @@ OTHERS = {
     "EagerDiLoCo": 5,
     "CO2": 5,
     "StreamingDiLoCo": 2.5,
-    "SSGD": 2,
+    "SSGD": 1,
     "SSDSGD": 4,
     "ODSGD": 4.1,  # the tenth: what its local update computes, a parameter at a time
     "CDSGD": 4,

@@ -111,18 +111,19 @@ def test_a_reduce_scatter_and_an_all_gather_are_the_halves_of_an_all_reduce(n, g
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_sums_may_come_to_lie_elsewhere_than_in_the_bucket(n, kind):
+def test_the_sum_of_the_own_part_may_come_to_lie_elsewhere_than_in_the_bucket(n, kind):
     """In another dtype, too: rounded once."""
     rings, (tensors, size) = ring_of(n), (everybody(n, [840] * 3, torch.float32), 840 // n)
 
     def worker(r):
         sums = [torch.full((size,), torch.nan, dtype=kind) for _ in range(3)]
-        filled = (rings[r].filled(t.clone(), {r: s}) for t, s in zip(tensors[r], sums, strict=True))
+        filled = (rings[r].filled(t.clone(), s) for t, s in zip(tensors[r], sums, strict=True))
         return sums, [cargo.memory.clone() for cargo in rings[r].travel(Leg.REDUCE_SCATTER, filled, 3, threading.Event())]
 
     for r, (sums, memories) in enumerate(at_once(*(lambda r=r: worker(r) for r in range(n)))):
         assert equal(sums, [part.to(kind) for part in own_part(r, n, expected(tensors))])
-        assert equal(own_part(r, n, memories), own_part(r, n, tensors[r]))  # as it was put in
+        if kind is torch.float32:
+            assert equal(own_part(r, n, memories), own_part(r, n, tensors[r]))  # as it was put in
     for ring in rings:
         ring.close()
 
@@ -356,8 +357,8 @@ def test_memory_that_has_been_replaced_is_not_kept():
     for size in (100, 200, 400, 800, 1600):
         for _ in range(IN_FLIGHT):
             memory = torch.empty(size)
-            assert ring.filled(memory[: size - 1]).parts is ring.filled(memory[: size - 1]).parts
-            assert [part.values.numel() for part in ring.filled(memory).parts] == [size // 2] * 2
+            assert ring.parts(memory[: size - 1]) is ring.parts(memory[: size - 1])
+            assert [part.values.numel() for part in ring.parts(memory)] == [size // 2] * 2
     kept = {
         parts[0].values.untyped_storage().data_ptr()
         for of_it in ring._cuts[torch.float32].values()

@@ -332,7 +332,10 @@ def launched(rank, n):
             x, y = batch(rank, step)
             (model(x, True) - y).square().mean().backward()
             assert model.head.weight.grad is None  # on its way
+            assert any(piece is not None for pieces in server._lent.pieces for piece in pieces)
             ssgd.step()
+            assert server._lent is None  # and free when it has come
+        assert "g" not in vars(server)  # no copy has been made
     return out
 
 

@@ -104,8 +104,8 @@ class ArrivalServer(Server):
             if p.grad is not None and p.grad.is_sparse:
                 raise TypeError("sparse gradients cannot be pushed to a sharded server: use sparse=False")
             flat = None if p.grad is None else in_memory_order(in_the_order_of(p, p.grad))
-            for _, start, stop, place in self.pieces[number]:
-                self.put(number, place, None if flat is None else flat[start:stop])
+            for cut in self.cuts[number]:
+                self.put(number, cut, None if flat is None else flat[cut.start : cut.stop])
             if flat is None:
                 absent.append(number)
         return absent

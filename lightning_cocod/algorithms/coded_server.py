@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.background_server import BackgroundServer
-from lightning_cocod.algorithms.outgoing import copy_alike
+from lightning_cocod.algorithms.outgoing import Cut, copy_alike
 from lightning_cocod.algorithms.skipping import Never, Sending
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import summed_in
@@ -46,7 +46,7 @@ class CodedServer(BackgroundServer):
         super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.e = self.layout.buffer(summed=True)
         torch._foreach_zero_(self.e.buckets)
-        self._places = {True: self.pieces, False: self.by_parameter(self.e)}
+        self._into = {True: self.into, False: self.places(self.e)}
         self._aside: dict[int, list[Tensor]] = {}  # e of what rests, piece by piece
         self._coding = Coding(compression, Sending(Never(), list(range(comm.world_size)), comm.rank), CodeRows())
         self.whole = True
@@ -56,7 +56,7 @@ class CodedServer(BackgroundServer):
 
     def begin(self, subject: Subject) -> None:
         """What is filled from now on is g, or p."""
-        self.pieces, self.steps = self._places[self.whole], self.steps + 1
+        self.into, self.steps = self._into[self.whole], self.steps + 1
         super().begin(subject)
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ class CodedServer(BackgroundServer):
         super().take(number, free=free)
 
     def _put_aside(self, number: int) -> None:
-        places = [place for *_, place in self.pieces[number]]
+        places = [self.into[cut.bucket][cut.piece] for cut in self.cuts[number]]
         if number not in self._aside:
             self._aside[number] = [place.clone() for place in places]
         for place in places:  # every time: a code of zeros need not be zeros
@@ -78,15 +78,15 @@ class CodedServer(BackgroundServer):
 
     def _put_back(self, numbers: Iterable[int]) -> None:
         for number in self._aside.keys() & set(numbers):
-            for (*_, place), e in zip(self._places[False][number], self._aside.pop(number), strict=True):
-                place.copy_(e)
+            for cut, e in zip(self.cuts[number], self._aside.pop(number), strict=True):
+                self._into[False][cut.bucket][cut.piece].copy_(e)
 
-    def put(self, number: int, place: Tensor, values: Tensor | None) -> None:
+    def put(self, number: int, cut: Cut, values: Tensor | None) -> None:
         """g, or p ← e + g."""
         if self.whole:
-            super().put(number, place, values)
+            super().put(number, cut, values)
         elif values is not None:
-            place.add_(values)
+            self.into[cut.bucket][cut.piece].add_(values)
 
     def send(self, gate: Gate, subject: Subject) -> Message:
         """Values, or codes."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,15 @@ from lightning_cocod.comm.shards import Rows
 Served = tuple[int, int, str, tuple[int, ...], tuple[int, ...] | None]
 """A parameter, and where in the buckets its values lie: number among the optimizers' members, parameter group, dtype, shape,
 strides. A plain tuple, as it is part of checkpoints."""
+
+
+class Cut(NamedTuple):
+    """What of a parameter lies in a bucket: as its how manieth piece, and which elements, in memory order."""
+
+    bucket: int
+    piece: int
+    start: int
+    stop: int
 
 
 class Outgoing:
@@ -52,11 +63,15 @@ class Outgoing:
         self.group_of = [groups[p] for p in self.x]
         """The number of each parameter's group."""
         self.layout = Layout(self.x, apart=self.group_of, multiple=comm.world_size)
-        self.g = self.layout.buffer(summed=summed)
-        self.G = [torch.zeros_like(shard) for shard in self.own(self.g)]
+        self.summed = summed
+        self.G = self.layout.shard(comm.world_size, summed=summed)
         """This worker's shards of the mean."""
         self.rows = Rows()
-        self.pieces = self.by_parameter(self.g)
+        self.cuts: list[list[Cut]] = [[] for _ in self.x]
+        """Of every parameter."""
+        for bucket in range(len(self.layout)):
+            for number, piece in enumerate(self.layout.parts(bucket)):
+                self.cuts[piece.index].append(Cut(bucket, number, piece.start, piece.stop))
         self.gate: Gate | None = None
         self.push: Message | None = None
         """Of this step's gradients, if it has begun."""
@@ -64,18 +79,26 @@ class Outgoing:
         self._taken: set[int] = set()
         self._absent: set[int] = set()
 
+    @cached_property
+    def g(self) -> Buffer:
+        """This worker's gradients."""
+        return self.layout.buffer(summed=self.summed)
+
+    @cached_property
+    def into(self) -> list[list[Tensor]]:
+        """Where they are put, piece by piece of every bucket."""
+        return self.places(self.g)
+
     def own(self, buffer: Buffer) -> list[Tensor]:
         """This worker's shards of a buffer."""
         return [flat.view(self.comm.world_size, -1)[self.comm.rank] for flat in buffer.buckets]
 
-    def by_parameter(self, buffer: Buffer) -> list[list[tuple[int, int, int, Tensor]]]:
-        """Of every parameter, what lies in which bucket: the bucket, the elements, and their place."""
-        pieces: list[list[tuple[int, int, int, Tensor]]] = [[] for _ in self.x]
-        for bucket, flat in enumerate(buffer.buckets):
-            for piece in self.layout.parts(bucket):
-                place = flat[piece.offset : piece.end]
-                pieces[piece.index].append((bucket, piece.start, piece.stop, place))
-        return pieces
+    def places(self, buffer: Buffer) -> list[list[Tensor]]:
+        """Every piece of every bucket of a buffer."""
+        return [
+            [flat[piece.offset : piece.end] for piece in self.layout.parts(bucket)]
+            for bucket, flat in enumerate(buffer.buckets)
+        ]
 
     @property
     def is_outdated(self) -> bool:
@@ -118,11 +141,11 @@ class Outgoing:
             raise TypeError("sparse gradients cannot be pushed to a sharded server: use sparse=False")
         value = self.value(number)
         flat = None if value is None else in_memory_order(in_the_order_of(p, value))
-        for bucket, start, stop, place in self.pieces[number]:
-            self.put(number, place, None if flat is None else flat[start:stop])
-            self._waiting[bucket] -= 1
-            if self._waiting[bucket] == 0:
-                self.gate.open(bucket)
+        for cut in self.cuts[number]:
+            self.put(number, cut, None if flat is None else flat[cut.start : cut.stop])
+            self._waiting[cut.bucket] -= 1
+            if self._waiting[cut.bucket] == 0:
+                self.gate.open(cut.bucket)
         if free and p not in self.shared:
             p.grad = None
 
@@ -130,8 +153,9 @@ class Outgoing:
         """What is sent of a parameter: its gradient."""
         return self.x[number].grad
 
-    def put(self, number: int, place: Tensor, values: Tensor | None) -> None:
+    def put(self, number: int, cut: Cut, values: Tensor | None) -> None:
         """g ← these values of a parameter, or zero."""
+        place = self.into[cut.bucket][cut.piece]
         place.zero_() if values is None else place.copy_(values)
 
     def is_taken(self, number: int) -> bool:

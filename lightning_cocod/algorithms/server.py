@@ -30,7 +30,7 @@ class Server(Outgoing):
     those parts in place of the parameters (``enter``, ``leave``), and its state is theirs. At all other times it is the
     user's as it was, but for its state, which is kept here.
 
-    Memory: a copy of x for the gradients, which then are freed, and shards of x, gradient and state.
+    Memory: a copy of x for the gradients, and shards of x, gradient and state.
 
     Args:
         optimizer: element-wise.
@@ -181,7 +181,7 @@ class Server(Outgoing):
         """x ← async W, and whoever uses a parameter waits for the buckets in which it comes."""
         arrived = self.comm.gate(self.layout)
         pull = self.pull(subject, arrived=arrived)
-        buckets = [sorted({bucket for bucket, *_ in pieces}, reverse=True) for pieces in self.pieces]
+        buckets = [sorted({cut.bucket for cut in cuts}, reverse=True) for cuts in self.cuts]
 
         def wait(number: int) -> None:
             for bucket in buckets[number]:

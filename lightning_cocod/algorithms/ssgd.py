@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.first_use import FirstUse, is_compiled
+from lightning_cocod.algorithms.lending_server import LendingServer
 from lightning_cocod.algorithms.options import flag
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.algorithms.server import Server
@@ -67,7 +68,7 @@ class SSGD(Pushing):
     name: ClassVar[str] = "ssgd"
     in_shards: ClassVar[bool] = True
     frees_gradients: ClassVar[bool] = True
-    server: ClassVar[type[Server]] = Server
+    server: ClassVar[type[Server]] = LendingServer
 
     def __init__(
         self,

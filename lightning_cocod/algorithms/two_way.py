@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_cocod.algorithms.outgoing import Outgoing, copy_alike
+from lightning_cocod.algorithms.outgoing import Cut, Outgoing, copy_alike
 from lightning_cocod.algorithms.skipping import SERVER, Sending, Skip
 from lightning_cocod.comm import Group, Message, Subject
 from lightning_cocod.comm.buckets import in_memory_order, in_the_order_of, summed_in
@@ -110,9 +110,9 @@ class TwoWay(Outgoing):
             d = d.add(m, alpha=μ) if group["nesterov"] else m
         return d
 
-    def put(self, number: int, place: Tensor, values: Tensor | None) -> None:
+    def put(self, number: int, cut: Cut, values: Tensor | None) -> None:
         """p ← d + r e."""
-        group = self.group_of[number]
+        group, place = self.group_of[number], self.into[cut.bucket][cut.piece]
         if self.η[group] == 0:
             return
         if self.r[group] != 1:

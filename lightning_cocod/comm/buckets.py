@@ -49,6 +49,14 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def weigh(x: Tensor, w: float, out: Tensor) -> None:
+    """out ← w x, and the product, too, in the dtype of ``out``."""
+    if out.dtype == x.dtype:
+        torch.mul(x, w, out=out)
+    else:
+        out.copy_(x).mul_(w)
+
+
 @dataclass(frozen=True)
 class Piece:
     """Elements [start, stop) of tensor ``index``, in memory order, at [offset, end) of the bucket."""
@@ -107,6 +115,7 @@ class Layout:
 
     Attributes:
         nbytes: of the tensors.
+        multiple: see above.
         summed_nbytes: of the same values as they are summed.
     """
 
@@ -125,7 +134,7 @@ class Layout:
         self._sizes: list[int] = []
         self._pieces: list[list[Piece]] = []
         labels = [0] * len(tensors) if apart is None else list(apart)
-        self._padded = multiple > 1
+        self.multiple, self._padded = multiple, multiple > 1
         digest = hashlib.sha256(repr((cap, labels, multiple) if self._padded or any(labels) else cap).encode())
         self._forms = [_form(t) for t in tensors]
         kinds = [(t.dtype, t.device, label) for t, label in zip(tensors, labels, strict=True)]
@@ -178,7 +187,7 @@ class Layout:
         return self._pieces[bucket]
 
     def shares(self, bucket: int, n: int) -> list[list[Piece]]:
-        """What lies in each of n equal parts of a bucket, with offsets there."""
+        """What lies in each of n equal parts of a bucket, with offsets there. n divides its size; all is dense."""
         size = self._sizes[bucket] // n
         shares: list[list[Piece]] = [[] for _ in range(n)]
         for piece in self._pieces[bucket]:
@@ -221,6 +230,11 @@ class Layout:
         made = torch.zeros if self._padded else torch.empty
         return Buffer(self, [made(n, dtype=summed_in(k[0]) if summed else k[0], device=k[1]) for n, k in self._each()])
 
+    def shard(self, n: int, *, summed: bool = False) -> list[Tensor]:
+        """New zeros for one of n equal parts of each bucket."""
+        kinds = [(size // n, summed_in(dtype) if summed else dtype, device) for size, (dtype, device) in self._each()]
+        return [torch.zeros(size, dtype=dtype, device=device) for size, dtype, device in kinds]
+
     def scratch(self, bucket: int, memory: dict[tuple[torch.dtype, torch.device], Tensor], *, summed: bool) -> Tensor:
         """One bucket's worth of reusable memory, for its ``summed`` values or for its bytes, out of a pool that grows to the
         largest bucket and stays.
@@ -251,6 +265,14 @@ class Buffer:
         self._views: list[list[Tensor]] = []
         self._spare: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._parts: dict[tuple[int, int], list[Part]] = {}
+
+    def contents(self, bucket: int) -> list[Tensor]:
+        """The bucket."""
+        return [self.buckets[bucket]]
+
+    def weighed(self, bucket: int, w: float, out: Tensor) -> None:
+        """out ← w times the bucket."""
+        weigh(self.buckets[bucket], w, out)
 
     def parts(self, bucket: int, n: int) -> list[Part]:
         """A bucket on the CPU in n parts. They are kept, unless they are many."""

@@ -144,7 +144,7 @@ class CodedPush(Push):
 
     def __init__(self, p: Buffer, s: Sequence[Tensor], weights: Sequence[float], coded: Coded, gate: Gate) -> None:
         super().__init__(p, s, weights, coded.rank, Rows(), gate)
-        self._coded, self._weights = coded, list(weights)
+        self._p, self._coded, self._weights = p.buckets, coded, list(weights)
         self.repeats = coded.repeats
 
     @property
@@ -159,11 +159,11 @@ class CodedPush(Push):
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """Nothing: p is where it is."""
-        self._sizes += norms([self._g[bucket]])
+        self._sizes += norms([self._p[bucket]])
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard's code to its owner, once it is known who sends."""
-        return self._coded.ask(bucket, _real(self._g[bucket]), group) or self._send(bucket, scratch, group)
+        return self._coded.ask(bucket, _real(self._p[bucket]), group) or self._send(bucket, scratch, group)
 
     def proceed(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """What was waiting for that."""
@@ -173,7 +173,7 @@ class CodedPush(Push):
         coded = self._coded
         sent = coded.rows.get("sent", bucket, (self._n, coded.code_sizes[bucket]), scratch.device)
         if coded.rank in coded.of[bucket]:
-            rows = zip(_real(self._g[bucket]).view(self._n, -1), sent, _real(scratch).view(self._n, -1), strict=True)
+            rows = zip(_real(self._p[bucket]).view(self._n, -1), sent, _real(scratch).view(self._n, -1), strict=True)
             for shard, (values, code, decoded) in enumerate(rows):
                 coded.encode(bucket, shard, values, code, decoded, coded.rank)
         return coded.exchange(bucket, sent, group)

@@ -147,9 +147,9 @@ class Collective(Operation):
 
         Args:
             bucket: its number.
-            turn: which one of the memory is its.
+            turn: which of the memories it has.
             ring: where it goes.
-            memory: scratch.
+            memory: for scratch, of all buckets at work.
             tracer: told what takes time.
         """
         with tracer.span("encode"):
@@ -249,14 +249,6 @@ class Broadcast(_InPlace):
         """The source sends a copy to everybody."""
         nbytes = self.layout.nbytes
         return ((world_size - 1) * nbytes, 0) if rank == self._source else (0, nbytes)
-
-
-def weigh(x: Tensor, w: float, out: Tensor) -> None:
-    """out ← w x, and the product, too, in the dtype of ``out``."""
-    if out.dtype == x.dtype:
-        torch.mul(x, w, out=out)
-    else:
-        out.copy_(x).mul_(w)
 
 
 def ring(nbytes: int, world_size: int) -> tuple[int, int]:

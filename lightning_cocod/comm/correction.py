@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Part, as_part, summed_in
-from lightning_cocod.comm.collectives import AllReduce, Memory, weigh
+from lightning_cocod.comm.collectives import AllReduce, Memory
 from lightning_cocod.comm.norms import norms, total
 from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Ring
 from lightning_cocod.comm.tracer import Tracer
@@ -45,11 +45,11 @@ class Correction(AllReduce):
 
     def contents(self, bucket: int) -> list[Tensor]:
         """The bucket itself."""
-        return [self._snapshot.buckets[bucket]]
+        return self._snapshot.contents(bucket)
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i S_i."""
-        weigh(self._snapshot.buckets[bucket], self.weight, scratch)
+        self._snapshot.weighed(bucket, self.weight, scratch)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """S ← m - a S."""

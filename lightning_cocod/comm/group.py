@@ -15,6 +15,7 @@ from lightning_cocod.comm.coded_shards import Coded, CodedPull, CodedPush, Codin
 from lightning_cocod.comm.collectives import Broadcast, Mean, Operation
 from lightning_cocod.comm.correction import Correction
 from lightning_cocod.comm.gate import Gate
+from lightning_cocod.comm.lent import Lent
 from lightning_cocod.comm.message import Message, Subject
 from lightning_cocod.comm.mixing import Matrix
 from lightning_cocod.comm.neighbours import Neighbours
@@ -136,7 +137,7 @@ class Group(Channel):
         """Of the buckets of a push, or a pull."""
         return Gate(len(layout), self.lane)
 
-    def push_(self, g: Buffer, s: Sequence[Tensor], rows: Rows, gate: Gate, subject: Subject) -> Message:
+    def push_(self, g: Buffer | Lent, s: Sequence[Tensor], rows: Rows, gate: Gate, subject: Subject) -> Message:
         """s ← Σ_j w_j g_j, of every bucket this worker's shard, w as in the subject.
 
         It sets out at once, and each bucket once its gate is open; then g must rest. Its layout has this group's size as
@@ -155,7 +156,8 @@ class Group(Channel):
     ) -> Message:
         """x ← the shards s of all workers, of every bucket of their layout, as they are pushed to.
 
-        The gate, if there is one, opens for each bucket as it is there (``Message.wait_for``).
+        The gate, if there is one, opens for each bucket as it is there (``Message.wait_for``). s and x must rest until it is
+        done; where it fails x is undefined, as values may land in it byte by byte.
         A shard that is not finite is an error whatever the subject says: nobody else has it.
         """
         return self._submit(replace(subject, skip=False), Pull(s, x, layout, self.rank, rows, arrived))

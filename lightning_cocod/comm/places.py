@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_cocod.comm.buckets import Layout, Part, as_part, in_memory_order, is_dense
+from lightning_cocod.comm.buckets import Layout, Part, as_part, in_memory_order
 
 
 class Rest(NamedTuple):
@@ -24,50 +24,63 @@ class Rest(NamedTuple):
     to: Tensor
 
 
+class Landings(NamedTuple):
+    """Of one bucket's shards round a ring.
+
+    Attributes:
+        at: those that are where they are to be: this worker's, which sets out from there, and any that is all of it within
+            one tensor.
+        rest: what is copied, of this worker's shard and of those that land in scratch memory.
+    """
+
+    at: dict[int, Part]
+    rest: list[Rest]
+
+
 class Places:
-    """Of a pull: x ← the shards s of all workers.
+    """Those of a pull, x ← the shards s of all workers. They keep the memory of both.
 
     Args:
         s: this worker's shard of each bucket.
         x: tensors of the layout.
-        layout: theirs.
+        layout: theirs. Its ``multiple`` is the number of workers.
         rank: of this worker.
+
+    Raises:
+        ValueError: the memory order of a tensor has changed since the layout was made.
     """
 
     def __init__(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int) -> None:
-        self.layout, self.s, self._x, self._rank = layout, s, x, rank
+        self.s, self._x, self._layout, self._rank = s, x, layout, rank
         self.pieces = layout.pieces(x, keep=False)
-        """Of x, in every bucket."""
-        self._memory = _memory_of(s, x)
-        self._ends: dict[int, tuple[dict[int, Part], list[Rest]] | None] = {}
+        """What of x lies in every bucket."""
+        self._forms = _forms(s, x)
+        self._landings: dict[int, Landings | None] = {}
 
     def are_of(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout) -> bool:
-        """Whether they have the same memory."""
-        return self.layout is layout and self._memory == _memory_of(s, x)
+        """Whether these have the same memory, in the same form."""
+        return self._layout is layout and self._forms == _forms(s, x)
 
-    def ends(self, bucket: int, n: int) -> tuple[dict[int, Part], list[Rest]] | None:
-        """Of a bucket's n shards those that need not be copied on their way round a ring, and the rest.
+    def landings(self, bucket: int) -> Landings | None:
+        """Round a ring. Found once, as that takes as long as to copy what they spare. None where a tensor has gaps."""
+        if bucket not in self._landings:
+            self._landings[bucket] = self._find(bucket)
+        return self._landings[bucket]
 
-        This worker's sets out from where it lies, and one that is within a single tensor lands there. Finding them takes
-        longer than copying does, so they are kept. None where a tensor has gaps.
-        """
-        if bucket not in self._ends:
-            self._ends[bucket] = self._find(bucket, n)
-        return self._ends[bucket]
-
-    def _find(self, bucket: int, n: int) -> tuple[dict[int, Part], list[Rest]] | None:
-        s, at, rest = self.s[bucket], {}, []
-        if not all(is_dense(self._x[number]) for number in self.layout.numbers(bucket)):
+    def _find(self, bucket: int) -> Landings | None:
+        if any(self._layout.form(number)[1] is None for number in self._layout.numbers(bucket)):
             return None
-        for shard, pieces in enumerate(self.layout.shares(bucket, n)):
+        s = self.s[bucket]
+        at, rest = {self._rank: as_part(s)}, []
+        for shard, pieces in enumerate(self._layout.shares(bucket, self._layout.multiple)):
             for piece in pieces:
                 to = in_memory_order(self._x[piece.index])[piece.start : piece.stop]
-                if shard != self._rank and to.numel() == s.numel():
+                if shard not in at and (to.numel(), to.dtype) == (s.numel(), s.dtype):
                     at[shard] = as_part(to)
                 else:
                     rest.append(Rest(shard, slice(piece.offset, piece.end), to))
-        return {**at, self._rank: as_part(s)}, rest
+        return Landings(at, rest)
 
 
-def _memory_of(s: Sequence[Tensor], x: Sequence[Tensor]) -> list[int]:
-    return [t.data_ptr() for t in (*s, *x)]
+def _forms(s: Sequence[Tensor], x: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    return [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (*s, *x)]

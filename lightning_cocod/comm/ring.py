@@ -8,8 +8,8 @@ Every bucket is cut into n parts. In step s = 0, …, 2n − 3 worker r sends pa
 (modulo n): first sums under way, to which it adds its own part, until part r is complete where it is; then from s = n − 1 on
 sums of all. Each is made once, so it is the same on all workers bit for bit. All steps are an all-reduce, the first half is
 a reduce-scatter, the other one an all-gather. Two buckets take turns, step by step: one travels while the other one is added
-up. Where their bytes lie is a cargo's to say: most are ``Filled`` scratch buckets; what is all-gathered, as a ``Table`` of
-headers is, lies ``InPlace``.
+up. Where their bytes lie is a cargo's to say: most are ``Filled`` scratch buckets; what is ``Gathered``, as a ``Table`` of
+headers is, is sent on from where it lands.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import torch
@@ -91,32 +90,37 @@ class Filled(Cargo):
         memory: the bucket.
         parts: of it.
         rooms: for what is to be added to each part.
-        sums: where those of a part come to lie, if not in the bucket.
+        ends: parts that go no further, and where their sums come to lie in place of the bucket.
     """
 
-    def __init__(self, memory: Tensor, parts: list[Part], rooms: list[Part], sums: Mapping[int, Tensor]) -> None:
-        self.memory, self.parts, self._rooms, self._sums = memory, parts, rooms, sums
+    def __init__(self, memory: Tensor, parts: list[Part], rooms: list[Part], ends: dict[int, Tensor]) -> None:
+        self.memory, self._parts, self._rooms, self._ends = memory, parts, rooms, ends
 
     def leaving(self, part: int) -> memoryview:
         """In the bucket."""
-        return self.parts[part].bytes
+        return self._parts[part].bytes
 
     def left(self, part: int) -> None:
         """It stays as well."""
 
     def landing(self, part: int, under_way: bool) -> memoryview:
         """Beside the bucket, or in its place there."""
-        return (self._rooms if under_way else self.parts)[part].bytes
+        return (self._rooms if under_way else self._parts)[part].bytes
 
     def landed(self, part: int, under_way: bool) -> None:
         """Add."""
-        if under_way:
-            own = self.parts[part].values
-            torch.add(own, self._rooms[part].values, out=self._sums.get(part, own))
+        if not under_way:
+            return
+        own, arrived = self._parts[part].values, self._rooms[part].values
+        end = self._ends.get(part, own)
+        if end.dtype == own.dtype:
+            torch.add(own, arrived, out=end)
+        else:  # out of another dtype is new memory each time
+            end.copy_(own.add_(arrived))
 
 
-class InPlace(Cargo):
-    """A bucket that is all-gathered: its parts lie where they are to be.
+class Gathered(Cargo):
+    """A bucket that is all-gathered: its parts are sent on from where they land.
 
     Args:
         parts: the bytes of each.
@@ -133,14 +137,14 @@ class InPlace(Cargo):
         """It stays as well."""
 
     def landing(self, part: int, under_way: bool) -> memoryview:
-        """Where it is to be."""
+        """Where it lies then."""
         return self._parts[part]
 
     def landed(self, part: int, under_way: bool) -> None:
         """Nothing is to be done."""
 
 
-class Table(InPlace):
+class Table(Gathered):
     """A row of bytes of every worker, each as long. This worker's own is there.
 
     Args:
@@ -210,13 +214,21 @@ class Ring:
             pass
         return table.rows
 
-    def filled(self, memory: Tensor, sums: Mapping[int, Tensor] = MappingProxyType({})) -> Filled:
-        """A bucket's cargo: contiguous, on the CPU. What it is cut into is kept for memory that comes again.
+    def filled(self, memory: Tensor, own: Tensor | None = None) -> Filled:
+        """A bucket's cargo.
 
         Args:
-            memory: the bucket.
-            sums: see ``Filled``.
+            memory: the bucket: contiguous, on the CPU.
+            own: where the sum of this worker's part of it comes to lie, in a reduce-scatter.
         """
+        return Filled(memory, *self._cut(memory), {} if own is None else {self.place: own})
+
+    def parts(self, memory: Tensor) -> list[Part]:
+        """Of a bucket."""
+        return self._cut(memory)[0]
+
+    def _cut(self, memory: Tensor) -> tuple[list[Part], list[Part]]:
+        """Parts, and rooms for what is to be added to them. They are kept for memory that comes again."""
         landing, longest = self._landing.get(memory.dtype), -(-memory.numel() // self.n)
         if landing is None or landing.numel() < longest:
             landing = self._landing[memory.dtype] = memory.new_empty(longest)
@@ -230,7 +242,7 @@ class Ring:
                 of_it.clear()
             parts = parts_of(memory, self.n)
             of_it[memory.numel()] = parts, [as_part(landing[: part.values.numel()]) for part in parts]
-        return Filled(memory, *of_it[memory.numel()], sums)
+        return of_it[memory.numel()]
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""

@@ -12,27 +12,31 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_cocod.comm.buckets import Buffer, Layout, summed_in
-from lightning_cocod.comm.collectives import Collective, Memory, weigh
+from lightning_cocod.comm.collectives import Collective, Memory
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.header import LACKING, NONFINITE
+from lightning_cocod.comm.lent import Lent
 from lightning_cocod.comm.norms import finite, norms, total
 from lightning_cocod.comm.places import Places
-from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, InPlace, Leg, Ring
+from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Gathered, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 
 
 class Rows:
-    """Memory for parts of shards, a row from or for each worker, and where they lie. For messages that take turns."""
+    """What the messages of a server, which take turns, need again: memory for parts of shards, a row from or for each
+    worker, which is the communication thread's; and the places of its pulls.
+    """
 
     def __init__(self) -> None:
         self._memory: list[Memory] = [{} for _ in range(IN_FLIGHT)]
         self._places: Places | None = None
 
     def places(self, s: Sequence[Tensor], x: Sequence[Tensor], layout: Layout, rank: int) -> Places:
-        """Of a pull. They are kept for the next one."""
+        """Those of the last pull, if they are of this one too."""
         if self._places is None or not self._places.are_of(s, x, layout):
             self._places = Places(s, x, layout, rank)
         return self._places
@@ -72,7 +76,7 @@ class Push(Collective):
     Over NCCL as well it is an all-to-all, which carries as many bytes as a reduce-scatter, whose order of sums nobody knows.
 
     Args:
-        g: this worker's part.
+        g: this worker's part. Lent tensors are kept until this is gone.
         s: this worker's shard of each bucket.
         weights: w of all workers.
         rank: of this one.
@@ -83,9 +87,11 @@ class Push(Collective):
     gate: Gate
     leg: ClassVar[Leg | None] = Leg.REDUCE_SCATTER
 
-    def __init__(self, g: Buffer, s: Sequence[Tensor], weights: Sequence[float], rank: int, rows: Rows, gate: Gate) -> None:
+    def __init__(
+        self, g: Buffer | Lent, s: Sequence[Tensor], weights: Sequence[float], rank: int, rows: Rows, gate: Gate
+    ) -> None:
         self.layout, self.gate = g.layout, gate
-        self._g, self._s, self._rows, self._rank = g.buckets, s, rows, rank
+        self._g, self._s, self._rows, self._rank = g, s, rows, rank
         self.weigh(rank, weights)
         self._sizes: list[Tensor] = []
 
@@ -95,17 +101,17 @@ class Push(Collective):
 
     def contents(self, bucket: int) -> list[Tensor]:
         """g."""
-        return [self._g[bucket]]
+        return self._g.contents(bucket)
 
     def late_flags(self) -> int:
         """Whether g was finite, and all of it there."""
         sizes, self._sizes = self._sizes, []
-        return (0 if finite(self._g, total(sizes)) else NONFINITE) | (LACKING if self.gate.lacking else 0)
+        return (0 if finite(self._everything(), total(sizes)) else NONFINITE) | (LACKING if self.gate.lacking else 0)
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i g_i."""
-        weigh(self._g[bucket], self.weight, scratch)
-        self._sizes += norms([self._g[bucket]])
+        self._g.weighed(bucket, self.weight, scratch)
+        self._sizes += norms([scratch])  # while it is in the cache: as finite as g is, or it is looked at closely
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard to its owner."""
@@ -129,11 +135,11 @@ class Push(Collective):
     def cargo(self, bucket: int, turn: int, ring: Ring, memory: Sequence[Memory], tracer: Tracer) -> Cargo:
         """A scratch bucket; the sum of what is this worker's comes to lie in s."""
         with tracer.span("encode"):
-            return ring.filled(self.put_in(bucket, memory[turn]), {self._rank: self._s[bucket]})
+            return ring.filled(self.put_in(bucket, memory[turn]), self._s[bucket])
 
     def traffic(self, rank: int, world_size: int) -> tuple[int, int]:
         """All but the own shard; as much comes in."""
-        moved = sum(flat.numel() // world_size * summed_in(flat.dtype).itemsize for flat in self._g) * (world_size - 1)
+        moved = sum(shard.numel() * summed_in(shard.dtype).itemsize for shard in self._s) * (world_size - 1)
         return moved, moved
 
 
@@ -198,19 +204,20 @@ class Pull(Collective):
             self._arrived.open(bucket)
 
     def cargo(self, bucket: int, turn: int, ring: Ring, memory: Sequence[Memory], tracer: Tracer) -> Cargo:
-        """Shards where they lie or belong, as far as they are in one place there; a scratch bucket for the others."""
-        if (ends := self._places.ends(bucket, ring.n)) is None:
+        """What is within one tensor lands there, this worker's shard sets out from s, and others lie in a scratch bucket."""
+        if (landings := self._places.landings(bucket)) is None:
             return super().cargo(bucket, turn, ring, memory, tracer)
-        at, rest = ends
-        scratch = ring.filled(self.scratch(bucket, memory[turn])).parts
+        at, rest = landings
+        scratch = ring.parts(self.scratch(bucket, memory[turn]))
         parts = [at.get(shard, part) for shard, part in enumerate(scratch)]
 
         def unload() -> None:
+            increment_version(part.values for shard, part in at.items() if shard != self._rank)  # as copying does
             if rest:
                 torch._foreach_copy_([to for *_, to in rest], [parts[shard].values[values] for shard, values, _ in rest])
             self._has_arrived(bucket)
 
-        cargo = InPlace([part.bytes for part in parts])
+        cargo = Gathered([part.bytes for part in parts])
         cargo.unload = unload
         return cargo
 
