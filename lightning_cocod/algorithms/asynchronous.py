@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.base import Algorithm
+from lightning_cocod.algorithms.mean_model import on_device
 from lightning_cocod.algorithms.options import nonfinite
 from lightning_cocod.algorithms.staleness import Staleness
 from lightning_cocod.algorithms.weighing import Weighing
@@ -274,8 +275,9 @@ class Asynchronous(Algorithm):
         is_new = self.comm.rank in members.newcomers
         numbers = torch.tensor(place, device=self.comm.device)
         state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
-        for told in ([numbers], state):
-            self.comm.broadcast_(told, self.subject("welcome", counted=False), source=source, wanted=is_new).wait()
+        with on_device(state, self.comm.device) as here:
+            for told in ([numbers], here):
+                self.comm.broadcast_(told, self.subject("welcome", counted=False), source=source, wanted=is_new).wait()
         return _Place(*numbers.tolist())
 
     def _why_explicit(self) -> str | None:

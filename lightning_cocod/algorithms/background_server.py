@@ -59,7 +59,7 @@ class BackgroundServer(Server):
         """Ranks that the last mean gradient was without."""
         self._pull: Message | None = None
         self._pushed: Message | None = None
-        self._served: Handle[None] | None = None
+        self._served: Handle[Any] | None = None
 
     def acknowledged(self) -> None:
         """Wait for the last push."""
@@ -124,6 +124,7 @@ class BackgroundServer(Server):
                 part.p.grad = None if part.number in resting else gradient
             served = zip(options, self._groups, strict=False)  # a group that has just come has nothing here
             self._twin.param_groups = [{**group, "params": params} for group, params in served]
+            self.comm.lane.keep([square, *(v for group in options for v in group.values() if isinstance(v, Tensor))])
             if clipping.max_norm is not None:
                 own = [part.p for part in self.parts]
                 torch.nn.utils.clip_grads_with_norm_(own, clipping.max_norm, square.sqrt().squeeze().float())
@@ -146,7 +147,7 @@ class BackgroundServer(Server):
     def rest(self) -> None:
         """Until all steps have been made that were told."""
         if self._served is not None:
-            self._served.wait()
+            self.comm.lane.follow(self._served.wait())
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's shard of W, and what has been pulled and is not used yet. The optimizer's is not here."""

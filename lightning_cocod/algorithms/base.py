@@ -182,7 +182,8 @@ class Algorithm:
         self._begun = self.reading()
         if broadcast and self.comm.world_size > 1:
             state = [p.detach() for p in self.model.parameters()] + list(self.model.buffers())
-            self.comm.broadcast_(state, self.subject("initial weights", counted=False)).wait()
+            with on_device(state, self.comm.device) as here:
+                self.comm.broadcast_(here, self.subject("initial weights", counted=False)).wait()
 
     def after_backward(self) -> None:
         """A pass is over. Nothing to do without gradient hooks; a loop whose steps may not follow at once says so."""
@@ -433,7 +434,8 @@ class Algorithm:
         """Gradients are the mean without those of these ranks: the model is sound, what their forwards wrote may not be."""
         group = group or self.comm
         if left_out:
-            restore(list(self.model.buffers()), group, left_out, self.subject("repair"))
+            with on_device(list(self.model.buffers()), self.comm.device) as buffers:
+                restore(buffers, group, left_out, self.subject("repair"))
             tell(group, left_out, self.t, "gradients left out of the mean")
 
     @property

@@ -46,7 +46,7 @@ class CodedServer(BackgroundServer):
         super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.e = self.layout.buffer(summed=True)
         torch._foreach_zero_(self.e.buckets)
-        self._into = {True: self.into, False: self.places(self.e)}
+        self._into = {True: self.into, False: self.views(self.e)}
         self._aside: dict[int, list[Tensor]] = {}  # e of what rests, piece by piece
         self._coding = Coding(compression, Sending(Never(), list(range(comm.world_size)), comm.rank), CodeRows())
         self.whole = True

@@ -14,9 +14,10 @@ from lightning_cocod.comm.lent import Lent
 
 
 class LendingServer(Server):
-    """The same sums to the bit, without a pass over memory and without room for a copy.
+    """The same sums, without a pass over memory and without room for a copy.
 
-    A gradient that other optimizers need as well, which may change it, is copied for them.
+    A gradient must rest until the push has been waited for. Until then it is held here: on a GPU the push may still read it
+    when the communication thread has let go of it.
     """
 
     _lent: Lent | None = None
@@ -26,10 +27,10 @@ class LendingServer(Server):
         self._lent = Lent(self.layout)
         return self.comm.push_(self._lent, self.G, self.rows, gate, subject)
 
-    def value(self, number: int) -> Tensor | None:
-        """The gradient, or a copy."""
-        gradient = super().value(number)
-        return gradient.clone() if gradient is not None and self.x[number] in self.shared else gradient
+    def take(self, number: int, *, free: bool = True) -> None:
+        """A gradient that stayed would be added to by the next backward."""
+        assert free
+        super().take(number, free=free)
 
     def put(self, number: int, cut: Cut, values: Tensor | None) -> None:
         """Lend."""

@@ -22,7 +22,7 @@ strides. A plain tuple, as it is part of checkpoints."""
 
 
 class Cut(NamedTuple):
-    """What of a parameter lies in a bucket: as its how manieth piece, and which elements, in memory order."""
+    """What of a parameter lies in a bucket: the number of its piece there, and which elements it is, in memory order."""
 
     bucket: int
     piece: int
@@ -68,7 +68,7 @@ class Outgoing:
         """This worker's shards of the mean."""
         self.rows = Rows()
         self.cuts: list[list[Cut]] = [[] for _ in self.x]
-        """Of every parameter."""
+        """Every parameter's pieces."""
         for bucket in range(len(self.layout)):
             for number, piece in enumerate(self.layout.parts(bucket)):
                 self.cuts[piece.index].append(Cut(bucket, number, piece.start, piece.stop))
@@ -87,13 +87,13 @@ class Outgoing:
     @cached_property
     def into(self) -> list[list[Tensor]]:
         """Where they are put, piece by piece of every bucket."""
-        return self.places(self.g)
+        return self.views(self.g)
 
     def own(self, buffer: Buffer) -> list[Tensor]:
         """This worker's shards of a buffer."""
         return [flat.view(self.comm.world_size, -1)[self.comm.rank] for flat in buffer.buckets]
 
-    def places(self, buffer: Buffer) -> list[list[Tensor]]:
+    def views(self, buffer: Buffer) -> list[list[Tensor]]:
         """Every piece of every bucket of a buffer."""
         return [
             [flat[piece.offset : piece.end] for piece in self.layout.parts(bucket)]
@@ -133,7 +133,7 @@ class Outgoing:
 
     @torch.no_grad()
     def take(self, number: int, *, free: bool = True) -> None:
-        """A parameter's gradient is complete, or zero where it has none. It may be freed, unless it is shared."""
+        """A parameter's gradient is complete, or zero where it has none. It may be freed, unless others share it."""
         p = self.x[number]
         assert self.gate is not None  # begun
         self._taken.add(number)

@@ -30,7 +30,7 @@ class Server(Outgoing):
     those parts in place of the parameters (``enter``, ``leave``), and its state is theirs. At all other times it is the
     user's as it was, but for its state, which is kept here.
 
-    Memory: a copy of x for the gradients, and shards of x, gradient and state.
+    Memory: shards of x, gradient and state, and where gradients are copied a copy of x for them.
 
     Args:
         optimizer: element-wise.
@@ -115,9 +115,9 @@ class Server(Outgoing):
     @torch.no_grad()
     def copy_parts(self) -> None:
         """The parts are what the parameters are, whoever has written those since the last pull."""
-        for part in self.parts:
-            flat = in_memory_order(self.x[part.number])[part.start : part.stop]
-            part.p.copy_(flat.view(part.p.shape))
+        x = [in_memory_order(self.x[part.number])[part.start : part.stop].view(part.p.shape) for part in self.parts]
+        if x:
+            torch._foreach_copy_([part.p for part in self.parts], x)
 
     def enter(self, present: Sequence[bool] | None = None) -> None:
         """The optimizer has the parts, with their gradients; none where no worker had one."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.background_server import BackgroundServer, Clipping
 from lightning_cocod.algorithms.local_update import GLU, LocalUpdate, Scales, as_local_update
+from lightning_cocod.algorithms.mean_model import on_device
 from lightning_cocod.algorithms.options import choice, is_sgd
 from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.repair import restore
@@ -220,7 +221,8 @@ class SSDSGD(SSGD):
         for server in self._of(None):
             server.acknowledged()
             if server.left_out:
-                restore(list(self.model.buffers()), self.comm, server.left_out, self.subject("repair", counted=False))
+                with on_device(list(self.model.buffers()), self.comm.device) as buffers:
+                    restore(buffers, self.comm, server.left_out, self.subject("repair", counted=False))
         self._read_server()
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,9 +37,10 @@ class SSGD(Pushing):
     The optimizer must be element-wise (SGD, Adam, RMSprop, …; it is tried out, unless you vouch for it). From
     ``before_step`` to ``step`` it has the parts of its shard in place of the parameters, so clip with ``clip_grad_norm_``,
     which knows the others' parts; values can be clipped as ever. The parameters' own ``grad`` is None once it has been
-    pushed, and the optimizer's ``state`` is empty: ``optimizer_state`` has it whole, ``finish`` puts it back. Memory beyond
-    the parameters, gradients and optimizer: a copy of the gradients, which are freed as they are copied, a shard of them and
-    one of weights, and up to four buckets; the optimizer's state is N times smaller.
+    pushed, and the optimizer's ``state`` is empty: ``optimizer_state`` has it whole, ``finish`` puts it back. Gradients are
+    lent to the push, and free once ``before_step`` returns: whoever holds on to one in backward must not write to it until
+    then. Memory beyond the parameters, gradients and optimizer: a shard of their mean and one of weights, and up to four
+    buckets; the optimizer's state is N times smaller.
 
     Pushes overlap backward where there is one optimizer, and one backward a step that is not under ``no_sync``. With
     ``overlap_pull`` the pull overlaps what follows the step: the first function of torch that is given a parameter waits
@@ -159,7 +160,7 @@ class SSGD(Pushing):
         if not self.servers[optimizer].is_serving:
             raise RuntimeError("gradients are clipped once they are a mean: call clip_grad_norm_ after before_step()")
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        square = norm(gradients).square().reshape(1)
+        square = norm(gradients).square().reshape(1).to(self.comm.device)  # there may be none here
         self.comm.mean_([square], 1.0, self.subject("gradient norm")).wait()
         size = square.sqrt().squeeze()
         torch.nn.utils.clip_grads_with_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm, size)

@@ -134,8 +134,8 @@ class Layout:
         self._sizes: list[int] = []
         self._pieces: list[list[Piece]] = []
         labels = [0] * len(tensors) if apart is None else list(apart)
-        self.multiple, self._padded = multiple, multiple > 1
-        digest = hashlib.sha256(repr((cap, labels, multiple) if self._padded or any(labels) else cap).encode())
+        self.multiple = multiple
+        digest = hashlib.sha256(repr((cap, labels, multiple) if multiple > 1 or any(labels) else cap).encode())
         self._forms = [_form(t) for t in tensors]
         kinds = [(t.dtype, t.device, label) for t, label in zip(tensors, labels, strict=True)]
         for kind in dict.fromkeys(kind for t, kind in zip(tensors, kinds, strict=True) if t.numel() > 0):
@@ -227,7 +227,7 @@ class Layout:
 
     def buffer(self, *, summed: bool = False) -> Buffer:
         """New, uninitialised buckets for a copy of all the tensors, or for ``summed`` values."""
-        made = torch.zeros if self._padded else torch.empty
+        made = torch.zeros if self.multiple > 1 else torch.empty
         return Buffer(self, [made(n, dtype=summed_in(k[0]) if summed else k[0], device=k[1]) for n, k in self._each()])
 
     def shard(self, n: int, *, summed: bool = False) -> list[Tensor]:

@@ -255,6 +255,7 @@ class Channel:
         if fit and size is not None and (distance := operation.distance()) is not None:
             both = torch.stack([size if relative_to is None else relative_to, distance])
             numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
+            self.lane.keep([size, *([] if relative_to is None else [relative_to])])
         report.arrived = self.lane.mark()
         report.numbers = numbers
         announced = size_of(self.world_size) * (1 if late is None else 2)

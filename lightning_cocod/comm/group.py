@@ -123,13 +123,17 @@ class Group(Channel):
         """x ← x of the source, in place, on the ranks that want it."""
         return self._submit(subject, Broadcast(tensors, self.layout(tensors), source, wanted=wanted), fit=True)
 
-    def do(self, work: Callable[[], None], subject: Subject) -> Handle[None]:
-        """Let the communication thread do something that no other rank is needed for, after what it has been told before."""
-        thread = self._working()
+    def do(self, work: Callable[[], None], subject: Subject) -> Handle[Any]:
+        """Let the communication thread do something that no other rank is needed for, after what it has been told before and
+        what this thread has done so far. What is waited for is a mark of the lane, at its end.
+        """
+        thread, departed = self._working(), self.lane.mark()
 
-        def done() -> None:
+        def done() -> Any:
             with self.lane.working(), torch.no_grad():
+                self.lane.follow(departed)
                 work()
+                return self.lane.mark()
 
         return self._send(thread, done, str(subject))
 
@@ -140,7 +144,8 @@ class Group(Channel):
     def push_(self, g: Buffer | Lent, s: Sequence[Tensor], rows: Rows, gate: Gate, subject: Subject) -> Message:
         """s ← Σ_j w_j g_j, of every bucket this worker's shard, w as in the subject.
 
-        It sets out at once, and each bucket once its gate is open; then g must rest. Its layout has this group's size as
+        It sets out at once, and each bucket once its gate is open; then g must rest, and lent tensors be held until the push
+        has been waited for: a device may still read them. Its layout has this group's size as
         its ``multiple``. Raises NonFiniteMessage, when it is waited for, on all workers if one's g is not finite.
         """
         return self._submit(subject, Push(g, s, subject.weights, self.rank, rows, gate), fit=True)

@@ -7,11 +7,12 @@ it costs nothing. On CUDA a mark is an event: following it makes the current str
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Lane(Protocol):
@@ -25,6 +26,9 @@ class Lane(Protocol):
 
     def working(self) -> AbstractContextManager[object]:
         """The communication thread issues its device work inside this context."""
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Whoever drops these tensors of another thread, their memory rests until this thread's work so far is done."""
 
     def seconds(self, start: Any, end: Any) -> float | None:
         """Time from mark to mark; None while the device has not reached the end."""
@@ -43,6 +47,9 @@ class HostLane:
     def working(self) -> AbstractContextManager[object]:
         """No context needed."""
         return nullcontext()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """It is done."""
 
     def seconds(self, start: float, end: float) -> float | None:
         """The difference."""
@@ -71,6 +78,12 @@ class CudaLane:
         """The communication stream."""
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """What the allocator is told."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
         """Device time between the events, without waiting for either."""

@@ -76,7 +76,7 @@ class Push(Collective):
     Over NCCL as well it is an all-to-all, which carries as many bytes as a reduce-scatter, whose order of sums nobody knows.
 
     Args:
-        g: this worker's part. Lent tensors are kept until this is gone.
+        g: this worker's part.
         s: this worker's shard of each bucket.
         weights: w of all workers.
         rank: of this one.

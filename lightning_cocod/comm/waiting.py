@@ -42,6 +42,10 @@ def _completes(work: dist.Work) -> bool:
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Forget a group that may have an operation under way. Destroying it would wait for the operation, so it is leaked."""
+    """Forget a group that may have an operation under way. Destroying it would wait for that, so it is leaked; NCCL's, which
+    is shut down all the same, gives its operations up before.
+    """
+    if dist.get_backend(group) == "nccl":
+        group.abort()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     dist.destroy_process_group(group)

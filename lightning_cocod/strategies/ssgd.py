@@ -15,7 +15,8 @@ class SSGDStrategy(AlgorithmStrategy):
     All ranks hold the same weights, and each a shard of the optimizer's state; checkpoints have it whole, and are DDP's.
     Gradients are pushed while backward runs in automatic optimization with one optimizer, else after it. Their mean is
     known in shards only: Lightning clips it as ever (``gradient_clip_val``, ``self.clip_gradients``), but ``p.grad`` is None
-    where hooks could look at it. In manual optimization it is each rank's own until the optimizer steps.
+    where hooks could look at it, and one that a hook has kept must not be written to before the optimizer steps. In manual
+    optimization it is each rank's own until then.
 
     Pushing while backward runs needs a step after every backward: with an ``optimizer_step`` that leaves some out, or a
     ``backward`` that has several passes, say ``overlap=False``.
