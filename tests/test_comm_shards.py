@@ -1,6 +1,7 @@
 """Push and pull: the owners' sums to the bit, whatever the order in which gradients come, and an end whatever happens."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from support.ways import communicator
 
 from lightning_cocod.comm import CommunicationError, Communicator, NonFiniteMessage, Subject
 from lightning_cocod.comm.buckets import Layout
+from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.header import _FORMAT
+from lightning_cocod.comm.lane import HostLane
 from lightning_cocod.comm.lent import Lent
-from lightning_cocod.comm.shards import Rows
+from lightning_cocod.comm.shards import Push, Rows
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 W = {1: [1.0], 2: [0.75, 0.25], 3: [0.5, 0.25, 0.25], 4: [0.25] * 4}
@@ -207,6 +210,48 @@ def test_buckets_may_be_computed_in_any_order(n):
         for bucket, shard in enumerate(s):
             expected = sum(truth[bucket].view(n, -1)[rank] * (1 / n) for *_, truth in ranks)
             assert torch.equal(shard, expected)
+
+
+def timed(rank, n):
+    """How long the link is said to have worked, before the lane knows its times, as on a device, and after. 100 seconds pass
+    at every gate, and 7 with the push.
+    """
+    now, is_known, pass_, late_flags = [0.0], [False], Gate.pass_, Push.late_flags
+
+    class LateLane(HostLane):
+        def mark(self):
+            return now[0]
+
+        def seconds(self, start, end):
+            return end - start if is_known[0] else None
+
+    def passing(self, bucket, over):
+        now[0] += 100.0
+        pass_(self, bucket, over)
+
+    def late(self):
+        now[0] += 7.0
+        return late_flags(self)
+
+    with mock.patch.object(Gate, "pass_", passing), mock.patch.object(Push, "late_flags", late):
+        comm = Communicator()
+        comm.lane = LateLane()
+        comm.start()
+        own = gradients(rank)
+        layout, g, s = server(comm, own)
+        g.copy_(own)
+        comm.push_(g, s, Rows(), opened(comm, layout), alike(n)).wait()
+        before = comm.ledger.totals().busy
+        is_known[0] = True
+        after = comm.ledger.totals().busy
+        comm.close()
+    return before, after, now[0]
+
+
+def test_the_link_does_not_work_while_a_bucket_is_being_computed():
+    for before, after, passed in run_ranks(timed, 2):
+        assert (before, after) == (0.0, 7.0)
+        assert passed > 500  # what it would be otherwise
 
 
 def never_computed(rank, n):

@@ -1,5 +1,6 @@
 """The trace: what each thread of each rank did in a few rounds."""
 
+import _thread
 import json
 import threading
 from contextlib import nullcontext
@@ -501,6 +502,21 @@ def test_the_ranks_of_other_hosts_are_aligned_by_their_headers():
     told = document([here, silent])["otherData"]
     assert told["clock of rank 1"] == "not aligned: no common message"
     assert told["complete"] is False
+
+
+def test_what_hooks_do_in_a_thread_of_autograd_s_has_a_row_of_its_own():
+    recorder, is_done = Recorder(HostLane()), threading.Event()
+
+    def hook():
+        with recorder.span("launch"):
+            pass
+        is_done.set()
+
+    _thread.start_new_thread(hook, ())  # as autograd begins it: not by way of ``threading``
+    assert is_done.wait(10)
+    with recorder.span("backward"):
+        pass
+    assert [(span.name, span.row) for span in recorder.close()] == [("launch", "autograd"), ("backward", "training")]
 
 
 def test_a_row_that_nobody_has_named_comes_after_the_others():

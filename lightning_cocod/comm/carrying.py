@@ -7,7 +7,6 @@ new every round cost more than the arithmetic on them.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm.collectives import Collective, Memory, Operation
-from lightning_cocod.comm.gate import Gate
+from lightning_cocod.comm.gate import Gate, Wait
 from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
@@ -35,32 +34,32 @@ def run(
     scratch: Sequence[Memory],
     over: threading.Event,
     tracer: Tracer,
-) -> float:
+) -> list[Wait]:
     """All stages, until communication is ``over``; sums round a ring if there is one.
 
     Returns:
-        Seconds in which the thread had nothing to do, as the next bucket had not been computed.
+        When there was nothing to do, as the next bucket had not been computed.
     """
-    idle = 0.0
+    waits: list[Wait] = []
     for stage in operation.stages(tracer):
         if ring is not None and stage.leg is not None:
-            idle += _go_round(stage, stage.leg, ring, scratch, over, tracer)
+            waits += _go_round(stage, stage.leg, ring, scratch, over, tracer)
         else:
-            idle += _carry_out(stage, group, scratch, over, tracer)
-    return idle
+            waits += _carry_out(stage, group, scratch, over, tracer)
+    return waits
 
 
 def _go_round(
     collective: Collective, leg: Leg, ring: Ring, scratch: Sequence[Memory], over: threading.Event, tracer: Tracer
-) -> float:
+) -> list[Wait]:
     """All buckets, in their order."""
-    order, gate, idle = collective.order(), collective.gate, 0.0
+    order, gate = collective.order(), collective.gate
+    waits: list[Wait] = []
 
     def buckets() -> Iterator[Cargo]:
-        nonlocal idle
         for place, bucket in enumerate(order):
             if gate is not None:
-                idle += _pass(gate, bucket, over, tracer)
+                waits.append(_pass(gate, bucket, over, tracer))
             yield collective.cargo(bucket, place % IN_FLIGHT, ring, scratch, tracer)
 
     is_there = None if gate is None else lambda place: gate.is_open(order[place])
@@ -71,23 +70,21 @@ def _go_round(
         if cargo.unload is not None:
             with tracer.span("decode"):
                 cargo.unload()
-    return idle
+    return waits
 
 
-def _pass(gate: Gate, bucket: int, over: threading.Event, tracer: Tracer) -> float:
-    """Seconds that the gate was waited for."""
-    begun = time.perf_counter()
+def _pass(gate: Gate, bucket: int, over: threading.Event, tracer: Tracer) -> Wait:
     with tracer.span("await"):
-        gate.pass_(bucket, over)
-    return time.perf_counter() - begun
+        return gate.wait(bucket, over)
 
 
 def _carry_out(
     collective: Collective, group: dist.ProcessGroup, scratch: Sequence[Memory], over: threading.Event, tracer: Tracer
-) -> float:
+) -> list[Wait]:
     """All buckets, in their order, ``IN_FLIGHT`` of them at a time."""
     at_work: deque[tuple[int, int, Tensor, dist.Work]] = deque()
-    gate, idle = collective.gate, 0.0
+    gate = collective.gate
+    waits: list[Wait] = []
 
     def finish_oldest() -> None:
         place, bucket, memory, work = at_work.popleft()
@@ -110,7 +107,7 @@ def _carry_out(
         if gate is not None:
             for *_, work in () if gate.is_open(bucket) else at_work:
                 finish(work, group, over)
-            idle += _pass(gate, bucket, over, tracer)
+            waits.append(_pass(gate, bucket, over, tracer))
         with tracer.span("encode"):
             memory = collective.put_in(bucket, scratch[place % IN_FLIGHT])
             launched = collective.launch(bucket, memory, group)  # codes are made here
@@ -120,4 +117,4 @@ def _carry_out(
             at_work.append((place, bucket, memory, launched))
     while at_work:
         finish_oldest()
-    return idle
+    return waits

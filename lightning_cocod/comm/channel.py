@@ -19,6 +19,7 @@ from lightning_cocod.comm import carrying
 from lightning_cocod.comm.collectives import Operation
 from lightning_cocod.comm.default_group import set_timeout
 from lightning_cocod.comm.errors import TransportError
+from lightning_cocod.comm.gate import Wait
 from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchange, gather_over, size_of, unfit
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
@@ -239,7 +240,7 @@ class Channel:
         report.announced = time.perf_counter()
         begun = self.lane.mark()
         with tracer.span("transfer", message=str(subject)):
-            idle = self._run(operation, tracer)
+            waits = self._run(operation, tracer)
         times = 1
         if (late := operation.late_flags()) is not None:
             with tracer.span("headers", message=str(subject)):
@@ -264,9 +265,16 @@ class Channel:
         ledger = self._home.ledger
         ledger.add(sent=sent, received=received, raw=raw, messages=1)
         if subject.counted:
-            ledger.add_when_known("busy", lambda: None if (s := self.lane.seconds(begun, arrived)) is None else s - idle)
+            ledger.add_when_known("busy", partial(self._seconds, (begun, arrived), waits))
 
-    def _run(self, operation: Operation, tracer: Tracer) -> float:
+    def _seconds(self, whole: Wait, without: Sequence[Wait]) -> float | None:
+        """Of the lane, without those waits; None while the device has not come so far."""
+        seconds = self.lane.seconds(*whole)
+        idle = [self.lane.seconds(*wait) for wait in without]
+        known = [s for s in idle if s is not None]
+        return None if seconds is None or len(known) < len(idle) else seconds - sum(known)
+
+    def _run(self, operation: Operation, tracer: Tracer) -> list[Wait]:
         return carrying.run(operation, self._groups[-1], self._ring, self._scratch, self._home.losses.over, tracer)
 
     def _leave_out(self, ranks: tuple[int, ...], subject: Subject, operation: Operation) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from lightning_cocod.comm.errors import TransportError
 from lightning_cocod.comm.lane import Lane
 
+Wait = tuple[Any, Any]
+"""From a mark of a lane to another one."""
 _PATIENCE = 0.5  # seconds between two looks at whether communication is over; opening wakes at once
 
 
@@ -52,3 +54,9 @@ class Gate:
                     raise TransportError("communication ended before a bucket's gate was opened")
                 self._opened.wait(_PATIENCE)
         self._lane.follow(self._marks[bucket])
+
+    def wait(self, bucket: int, over: threading.Event) -> Wait:
+        """Pass, and when this thread's lane had nothing to do. Raises as ``pass_`` does."""
+        before = self._lane.mark()
+        self.pass_(bucket, over)
+        return before, self._lane.mark()

@@ -86,11 +86,11 @@ class Gossip:
         self.topology, self.rank = topology, rank
         self._ledger, self._every, self._most, self._patience, self._tracer = ledger, every, most, patience, tracer
         self._lane = lane_for(self.x[0].device if self.x else torch.device("cpu"))
-        self.turn = Turn(self._lane)
-        """Held while x or c is read or moved."""
         self._c, self._s = self.layout.buffer(), self.layout.buffer()
         for bucket in self._c.buckets:
             bucket.zero_()
+        self.turn = Turn(self._lane)
+        """Held while x or c is read or moved."""
         self._coding = None if codec is None else Coding(codec, self.layout, seed)
         options = self.layout.fingerprint, topology.edges, None if codec is None else fingerprint(codec)
         self.fingerprint = zlib.crc32(repr(options).encode())

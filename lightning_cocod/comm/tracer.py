@@ -19,7 +19,8 @@ class Span(NamedTuple):
 
     Attributes:
         name: what it was.
-        row: the thread: ``training``, or what comes before " of rank …" in the name of another one.
+        row: the thread: ``training``, what comes before " of rank …" in the name of another one, or ``autograd``: on a GPU
+            hooks run in a thread of its own.
         start: seconds of the host's monotonic clock; while it is recorded, a mark of the lane.
         end: likewise.
         about: what else is known, as JSON can hold it.
@@ -105,15 +106,16 @@ class Recorder(Tracer):
             yield
         finally:
             if always or len(done) > before:
-                row = (
-                    "training"
-                    if threading.get_ident() == self._training
-                    else threading.current_thread().name.split(" of ")[0]
-                )
-                done.append(Span(name, row, start, self._lane.mark(), about))
+                done.append(Span(name, self._row(), start, self._lane.mark(), about))
             if outermost:
                 del self._own.done
                 self._keep(done)
+
+    def _row(self) -> str:
+        if threading.get_ident() == self._training:
+            return "training"
+        name = threading.current_thread().name.split(" of ")[0]
+        return "autograd" if name.startswith("Dummy-") else name  # that of a thread which Python has not begun
 
     def _keep(self, group: list[Span]) -> None:
         with self._lock:
