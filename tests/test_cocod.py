@@ -22,6 +22,8 @@ from torch import nn
 
 from lightning_cocod import CoCoD
 from lightning_cocod.comm import buckets, carrying
+from lightning_cocod.comm.collectives import Collective
+from lightning_cocod.comm.correction import Correction
 
 SIZES = [1, 2, 4]
 TOL = 1e-12
@@ -614,13 +616,17 @@ def held_back():
 @contextmanager
 def jitter(rank):
     """Sleeps of random length between the buckets, different on every rank."""
-    draw, fill = random.Random(rank), carrying._fill
+    draw = random.Random(rank)
 
-    def later(*args):
-        time.sleep(draw.random() * 2e-3)
-        return fill(*args)
+    def late(of):
+        def later(*args):
+            time.sleep(draw.random() * 2e-3)
+            return of(*args)
 
-    with mock.patch.object(carrying, "_fill", later):
+        return later
+
+    in_place, scratch = late(Correction.cargo), late(Collective.put_in)
+    with mock.patch.object(Correction, "cargo", in_place), mock.patch.object(Collective, "put_in", scratch):
         yield
 
 

@@ -28,9 +28,9 @@ from lightning_cocod.comm import (
     PeerLost,
     Subject,
     buckets,
-    carrying,
     channel,
 )
+from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.errors import TransportError
 from lightning_cocod.comm.header import _FORMAT, Header, Pace
 from lightning_cocod.comm.sockets import _sockets
@@ -331,8 +331,8 @@ def slow_transport(seconds):
         time.sleep(seconds)
         return fast(*args, **kwargs)
 
-    fast = carrying._fill
-    with mock.patch.object(carrying, "_fill", slow):
+    fast = Collective.put_in
+    with mock.patch.object(Collective, "put_in", slow):
         yield
 
 

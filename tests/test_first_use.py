@@ -165,18 +165,18 @@ class Layers(nn.Module):
 
 
 class Held:
-    """Buckets in which these parameters lie, in the order of the server, are not taken before somebody says so."""
+    """Buckets in which these parameters lie, in the order of the server, do not set out before somebody says so."""
 
     def __init__(self, numbers):
-        self.numbers, self.release, self._drain = set(numbers), threading.Event(), Pull.drain
+        self.numbers, self.release, self._cargo = set(numbers), threading.Event(), Pull.cargo
 
     def __enter__(self):
-        def drain(pull, bucket, scratch):
+        def cargo(pull, bucket, *rest):
             if self.numbers & set(pull.layout.numbers(bucket)):
                 assert self.release.wait(LIMIT)
-            self._drain(pull, bucket, scratch)
+            return self._cargo(pull, bucket, *rest)
 
-        self._patch = mock.patch.object(Pull, "drain", drain)
+        self._patch = mock.patch.object(Pull, "cargo", cargo)
         self._patch.start()
         return self
 
@@ -263,12 +263,12 @@ def dies(rank, n):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with small_buckets(), SSGD(model, optimizer, overlap_pull=True, timeout=20.0) as ssgd:
         if rank == 1:
-            fill = Pull.fill
+            cargo = Pull.cargo
 
-            def some_fill(pull, bucket, *rest):
-                return fill(pull, bucket, *rest) if bucket >= len(pull.layout) - 2 else os._exit(3)
+            def some_cargo(pull, bucket, *rest):
+                return cargo(pull, bucket, *rest) if bucket >= len(pull.layout) - 2 else os._exit(3)
 
-            Pull.fill = some_fill
+            Pull.cargo = some_cargo
         step_of(rank, model, ssgd, optimizer)
         model(torch.ones(1, 16))
 
