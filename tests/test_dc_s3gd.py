@@ -35,6 +35,7 @@ from torch import nn
 from lightning_cocod import DCS3GD, CoCoD
 from lightning_cocod.algorithms import compensation
 from lightning_cocod.algorithms.compensation import Compensation, Part
+from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.correction import Correction
 
 SIZES = [1, 2, 4]
@@ -235,7 +236,7 @@ def test_workers_with_different_batches_are_not():
 
 
 def with_and_without_floor(rank, n):
-    with mock.patch.object(Correction, "cargo", return_value=None):  # sums of thirds, as over Gloo and for halves
+    with mock.patch.object(Correction, "cargo", Collective.cargo):  # sums of thirds, as over Gloo and for halves
         return [network(rank, False, alg) for alg in (None, DCS3GD)] + [network(rank, False, DCS3GD, floor=0)]
 
 
