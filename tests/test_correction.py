@@ -13,9 +13,10 @@ from support.ways import communicator
 
 from lightning_cocod.comm import Subject, buckets
 from lightning_cocod.comm.buckets import Layout
+from lightning_cocod.comm.cargo import Filled
 from lightning_cocod.comm.carrying import new_scratch
 from lightning_cocod.comm.correction import Correction, Rooms, RunningMean
-from lightning_cocod.comm.ring import IN_FLIGHT, Filled, Leg
+from lightning_cocod.comm.ring import IN_FLIGHT, Leg
 from lightning_cocod.comm.tracer import Tracer
 
 SIZES = [[5], [1, 1], [1000, 17, 4096, 1, 2, 64], [4000] * 7]

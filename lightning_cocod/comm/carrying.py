@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cocod.comm.cargo import Cargo
 from lightning_cocod.comm.collectives import Collective, Memory, Operation
 from lightning_cocod.comm.gate import Gate, Wait
-from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Leg, Ring
+from lightning_cocod.comm.ring import IN_FLIGHT, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 from lightning_cocod.comm.waiting import finish
 

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Layout
+from lightning_cocod.comm.cargo import Cargo
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.norms import finite, norm, norms, total
-from lightning_cocod.comm.ring import Cargo, Leg, Ring
+from lightning_cocod.comm.ring import Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 
 Memory = dict[tuple[torch.dtype, torch.device], Tensor]

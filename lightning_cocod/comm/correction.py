@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_cocod.comm.buckets import Buffer, Part, as_part, summed_in
+from lightning_cocod.comm.cargo import Cargo
 from lightning_cocod.comm.collectives import AllReduce, Memory
 from lightning_cocod.comm.norms import norms, total
-from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Ring
+from lightning_cocod.comm.ring import IN_FLIGHT, Ring
 from lightning_cocod.comm.tracer import Tracer
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from lightning_cocod.comm.buckets import Buffer, Layout, summed_in
+from lightning_cocod.comm.cargo import Cargo, Gathered
 from lightning_cocod.comm.collectives import Collective, Memory
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
@@ -22,7 +23,7 @@ from lightning_cocod.comm.header import LACKING, NONFINITE
 from lightning_cocod.comm.lent import Lent
 from lightning_cocod.comm.norms import finite, norms, total
 from lightning_cocod.comm.places import Places
-from lightning_cocod.comm.ring import IN_FLIGHT, Cargo, Gathered, Leg, Ring
+from lightning_cocod.comm.ring import IN_FLIGHT, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 
 

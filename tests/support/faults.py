@@ -23,6 +23,7 @@ from functools import partial
 from multiprocessing import Pipe
 
 from lightning_cocod.comm import ring
+from lightning_cocod.comm.cargo import Table
 from support import worker
 from support.toys import Toy
 
@@ -155,12 +156,12 @@ def in_the_ring(doing, happens):
     def sending(self):
         cargo = self._at_work[self._sends[0][0]].cargo
         has_sent(self)
-        if isinstance(cargo, ring.Table) == (doing == "announcing"):
+        if isinstance(cargo, Table) == (doing == "announcing"):
             happens()
 
     def reducing(*args):
         for cargo in travel(*args):
-            if not isinstance(cargo, ring.Table):
+            if not isinstance(cargo, Table):
                 happens()
             yield cargo
 
