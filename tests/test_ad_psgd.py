@@ -754,7 +754,7 @@ def test_idle_threads_cost_no_time_of_the_processor():
         ({"compression": "zip"}, "compression must be"),
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite"),
-        ({"intra_node": 2}, "no local steps"),
+        ({"intra_node": 2}, "no rounds at whose ends"),
         ({"weights": [1.0]}, "weighs all workers alike"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_reading_without_steps_time_or_bytes_divides_by_nothing():
     metrics = Reading().since(Reading())
     assert "comm/hidden_fraction" not in metrics
     assert metrics["comm/compression_ratio"] == 1
-    assert metrics["throughput/samples_per_sec"] == 0
+    assert "throughput/samples_per_sec" not in metrics
 
 
 def test_times_are_those_since_the_earlier_reading_per_step_and_bytes_are_totals():

@@ -279,7 +279,7 @@ def test_a_peer_that_is_lost_is_named_by_all_others():
         ({"graph": "star"}, "graph must be 'ring', 'exponential', 'full' or a matrix"),
         ({"compression": "int8"}, "d_psgd sends models, in which a codec's error would stay: leave compression out"),
         ({"weights": [1.0]}, "d_psgd weighs all workers alike: leave weights out"),
-        ({"intra_node": 2}, "d_psgd has no local steps"),
+        ({"intra_node": 2}, "d_psgd has no rounds at whose ends all workers average"),
         ({"overlap": 1}, "overlap must be True or False"),
     ],
 )

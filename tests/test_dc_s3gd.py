@@ -406,6 +406,9 @@ def test_options_out_of_range_are_refused_by_name():
             DCS3GD(model, sgd, **options)
     with pytest.raises(ValueError, match="before"):
         DCS3GD(model, adam, weight_decay="before")
+    decoupled = type("Decoupled", (torch.optim.SGD,), {"step": lambda self, closure=None: None})
+    with pytest.raises(ValueError, match="before"):  # what it does with weight decay nobody knows
+        DCS3GD(model, decoupled(model.parameters(), 0.1), weight_decay="before")
     with pytest.raises(ValueError, match="maximize"):
         DCS3GD(model, torch.optim.SGD(model.parameters(), 0.1, maximize=True))
     DCS3GD(model, adam)

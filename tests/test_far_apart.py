@@ -1,6 +1,7 @@
 """The warning that replicas are far apart: its rule, and trainings on digits that are shuffled, or split by class."""
 
 import functools
+import inspect
 import warnings
 
 import lightning as L
@@ -12,7 +13,7 @@ from support.toys import trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cocod import CoCoDStrategy, OverlapLocalSGDStrategy
+from lightning_cocod import ADPSGD, DPSGD, CoCoD, CoCoDStrategy, OverlapLocalSGDStrategy
 from lightning_cocod.strategies.far_apart import FAR, FarApart
 
 # The rule, without training
@@ -58,7 +59,7 @@ class Digits(L.LightningModule):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def on_train_batch_end(self, *_):
-        self.distances.append(self.trainer.strategy.metrics()["algo/replica_distance"])
+        self.distances.append(self.trainer.strategy.metrics().get("algo/replica_distance", 0.0))
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
@@ -182,3 +183,18 @@ def test_where_replicas_are_pulled_already_it_says_what_else_there_is():
         assert len(says) == 1, path
         assert "raise pull" in says[0]
         assert "strategy=" not in says[0]
+
+
+@pytest.mark.parametrize(("algorithm", "option"), [(ADPSGD, "topology="), (DPSGD, "graph="), (CoCoD, "period=")])
+def test_the_option_that_it_names_is_one_of_the_algorithms(algorithm, option, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = nn.Linear(2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(algorithm, "measured", lambda self: (self.t, 2 * FAR))
+        algo, far = algorithm(model, torch.optim.SGD(model.parameters(), 0.1)), FarApart()
+        far.after_step(algo)
+        algo.t = 1
+        with pytest.warns(UserWarning, match="The replicas are far apart") as said:
+            far.after_step(algo)
+    assert f"({option})" in str(said[0].message)
+    assert option.strip("=") in inspect.signature(algorithm).parameters

@@ -576,8 +576,8 @@ def test_options_that_say_too_little_or_too_much():
             "period and inter_node are two names of one option: give one of them",
             "period and inter_node are two names of one option: give one of them",
             "inter_node goes together with intra_node: without it, the option is called period",
-            "pipe_sgd has no local steps, so nothing can be averaged in between: leave intra_node out",
-            "pipe_sgd has no local steps, so nothing can be averaged in between: leave intra_node out",
+            "pipe_sgd has no rounds at whose ends all workers average: leave intra_node out",
+            "pipe_sgd has no rounds at whose ends all workers average: leave intra_node out",
         ]
 
 
@@ -684,7 +684,7 @@ def test_lightning_knows_the_nodes():
         (CoCoDStrategy, {"period": 4, "intra_node": 1, "inter_node": 4}, "two names of one option"),
         (CoCoDStrategy, {"intra_node": 0}, "intra_node must be a whole number"),
         (CoCoDStrategy, {"ranks_per_node": 2}, "ranks_per_node is for intra_node"),
-        (PipeSGDStrategy, {"intra_node": 1}, "pipe_sgd has no local steps"),
+        (PipeSGDStrategy, {"intra_node": 1}, "pipe_sgd has no rounds"),
     ],
 )
 def test_strategies_refuse_the_same_when_they_are_made(strategy, options, says):

@@ -170,7 +170,9 @@ def test_names_are_registered_once():
         ({"ddp_comm_hook": print}, "has no option ddp_comm_hook"),
         ({"gradient_as_bucket_view": True}, "has no option gradient_as_bucket_view"),
         ({"model_averaging_period": 4}, "that is what period= is for"),
-        ({"perod": 4}, "has no option perod"),
+        ({"perod": 4}, "has no option perod: "),
+        ({"timeot": 4}, r"has no option timeot: did you mean timeout\?"),
+        ({"foo": 4}, "has no option foo: it has .*on_nonfinite"),
     ],
 )
 def test_options_of_ddp_are_refused_with_a_reason(strategy, options, message):

@@ -406,3 +406,9 @@ def test_a_peer_that_is_killed_in_mid_swap_is_noticed_by_its_connection():
 
 def test_a_peer_that_is_stopped_in_mid_swap_is_noticed_by_its_silence():
     assert harmed(signal.SIGSTOP) == "rank 1 is lost: it was silent for 1 s"
+
+
+def test_where_gloo_is_told_to_encrypt_no_link_is_made(monkeypatch):
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+    with pytest.raises(RuntimeError, match="gossip would send by links of its own that are not encrypted"):
+        meet(dist.HashStore(), 0, "gossip", asks=[1], answers=[], ledger=Ledger(), timeout=LIMIT)

@@ -285,7 +285,7 @@ def in_company(rank, n, name, steps=10, **options):
                 model[0].weight.data[0, 0] = INF
             take_step(algo, model, optimizer, data[t], -INF if rank == n - 1 else None)
             path.append(flat(model.parameters()))
-            distances.append(algo.metrics()["algo/replica_distance"])
+            distances.append(algo.metrics().get("algo/replica_distance", 0.0))
     return torch.stack([*path, flat(model.parameters())]), distances
 
 

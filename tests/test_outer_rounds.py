@@ -501,7 +501,7 @@ def distances(rank, n, algorithm):
             algo.step()
             if algo.A is not None:
                 algo.A.wait()
-            found.append(algo.metrics()["algo/replica_distance"])
+            found.append(algo.metrics().get("algo/replica_distance", 0.0))
     return before, found
 
 

@@ -376,7 +376,7 @@ def test_the_memory_of_the_message_is_allocated_once_and_the_metrics_tell_the_de
         metrics = runs["plain"]["metrics"]
         assert metrics["algo/staleness_steps"] == 1
         assert metrics["algo/period"] == 1
-        assert metrics["algo/replica_distance"] == 0
+        assert "algo/replica_distance" not in metrics
         assert metrics["comm/sent_bytes"] > 0
 
 

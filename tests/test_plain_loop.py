@@ -12,7 +12,8 @@ import torch
 from support.ranks import run_ranks, run_ranks_raw
 from torch import nn
 
-from lightning_cocod import CoCoD, LocalSGD, MessageMismatch, NonFiniteMessage, PeerLost
+from lightning_cocod import ADPSGD, DPSGD, CoCoD, LocalSGD, MessageMismatch, NonFiniteMessage, PeerLost
+from lightning_cocod.comm import Communicator
 
 LIMIT = 30.0
 NAMES = {"cocod": CoCoD, "local_sgd": LocalSGD}
@@ -223,6 +224,23 @@ def test_a_bad_option_is_a_value_error_of_one_line_that_names_it(algorithm, opti
     with pytest.raises(ValueError, match=rf"\b{name}\b") as error:
         algorithm(*setup(0), **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["timeout", "process_group_timeout", "connect_timeout"])
+def test_a_time_beside_a_communicator_is_refused(name, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=f"{name} is the communicator's"):
+        CoCoD(*setup(0), communicator=Communicator(), **{name: 5.0})
+    assert getattr(CoCoD(*setup(0), **{name: 5.0}).comm, name) == 5.0
+
+
+@pytest.mark.parametrize("algorithm", [ADPSGD, DPSGD])
+def test_batches_are_not_weighed_where_all_workers_weigh_alike(algorithm, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    made = algorithm(*setup(0))
+    for weigh in (made.weigh_batch, made.set_weights):
+        with pytest.raises(ValueError, match=f"{made.name} weighs all workers alike"):
+            weigh([1])
 
 
 def test_several_processes_without_a_process_group_are_an_error(monkeypatch):

@@ -182,7 +182,7 @@ def test_a_generator_that_is_not_told_of_differs():
 
 
 def test_a_batch_has_a_sample():
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
         SharedEpoch(3, 0)
 
 

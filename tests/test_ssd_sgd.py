@@ -631,6 +631,8 @@ def test_options_are_refused_in_one_line():
             GLU(**wrong)
     with pytest.raises(ValueError, match="m must be less than 1"):
         DelayCompensation(m=1.0)
+    with pytest.raises(ValueError, match="adaptive must be True or False"):
+        DelayCompensation(adaptive="false")
     assert SSDSGD(model, adam, local_update="sgd").local_update.needs_sgd is False
 
 

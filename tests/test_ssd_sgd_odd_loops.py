@@ -9,7 +9,7 @@ import torch
 from support.ranks import run_ranks
 from torch import nn
 
-from lightning_cocod.algorithms import CDSGD, ODSGD, SSDSGD, SSGD, DelayCompensation
+from lightning_cocod.algorithms import APSGD, CDSGD, DCASGD, ODSGD, SSDSGD, SSGD, DelayCompensation
 from lightning_cocod.algorithms.elementwise import refusal
 
 LIMIT = 120.0
@@ -138,7 +138,7 @@ class Around(torch.optim.SGD):
         pass
 
 
-@pytest.mark.parametrize("cls", [SSGD, SSDSGD, ODSGD, CDSGD])
+@pytest.mark.parametrize("cls", [SSGD, SSDSGD, ODSGD, CDSGD, APSGD, DCASGD])
 def test_who_says_that_an_optimizer_is_element_wise_is_believed(cls):
     (said, _), (moved, _) = (run_ranks(normalised, 2, cls, known, timeout=LIMIT) for known in (False, True))
     assert "needs whole tensors" in said

@@ -1,6 +1,7 @@
 """The strategies inside real fits: the Trainer equals the plain loop, and Lightning's own features keep their meaning."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -67,6 +68,7 @@ from lightning_cocod import (
     SSGDStrategy,
     StreamingDiLoCo,
     StreamingDiLoCoStrategy,
+    When,
 )
 
 
@@ -376,6 +378,64 @@ def scaled_warm_up(rank, world, strategy):
 @pytest.mark.parametrize("strategy", having("warmup_steps"))
 def test_warm_up_under_a_scaler_is_refused(strategy):
     run_ranks(scaled_warm_up, 2, strategy, init=False)
+
+
+class SynchronousAtTheEnd(When):
+    def period(self, step):
+        return 2
+
+    def synchronous(self, step):
+        return step >= 4
+
+
+def scaled_later(rank, world):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin, seen = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")), Trajectory()
+    with pytest.raises(Exception, match="warmup_steps and precision='16-mixed' do not go together"):
+        trainer(LocalSGDStrategy(period=SynchronousAtTheEnd()), world, callbacks=[seen], plugins=[plugin]).fit(
+            Toy(), loader()
+        )
+    return seen.steps
+
+
+def test_synchronous_steps_under_a_scaler_are_refused_when_they_come():
+    assert run_ranks(scaled_later, 2, init=False) == [[1, 2, 3, 4]] * 2
+
+
+def left_behind(rank, world):
+    """The first fit ends between an optimizer's step and the end of its batch."""
+    strategy, seen = LocalSGDStrategy(period=3), Trajectory()
+    strategy._stepped = True
+    trainer(strategy, world, callbacks=[seen], max_steps=4).fit(Toy(), loader())
+    return seen.steps
+
+
+def test_a_fit_counts_no_step_of_the_one_before():
+    assert run_ranks(left_behind, 1, init=False) == [[1, 2, 3, 4]]
+
+
+def made_beside_a_group(rank, world):
+    """A strategy is made while a process group of an earlier run is there."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        strategy = CoCoDStrategy(intra_node=2, ranks_per_node=[2, 3])  # of another job, whose size is not known yet
+        DPSGDStrategy(graph=[[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]])
+    return [str(w.message) for w in said], strategy.registered_name
+
+
+def test_options_are_looked_at_for_one_rank_whatever_group_there_is():
+    assert run_ranks(made_beside_a_group, 2) == [([], "cocod")] * 2
+
+
+def test_after_a_failure_lightnings_collectives_give_back_what_this_rank_has():
+    strategy = CoCoDStrategy()
+    strategy._alone = True
+    x = torch.arange(3.0)
+    assert torch.equal(strategy.all_gather(x), x.unsqueeze(0))
+    assert strategy.reduce(x) is x
+    assert strategy.broadcast("mine") == "mine"
+    strategy.barrier()
 
 
 class Lbfgs(Toy):

@@ -205,7 +205,7 @@ SKIPS = {
     "every third": {"worker_skip": 3, "server_skip": EveryNth(2)},
     "while small": {"worker_skip": WhileSmall(1.5), "server_skip": WhileSmall(1.2)},
     "as told": {"worker_skip": as_told, "server_skip": quiet_bucket},
-    "server never": {"server_skip": 1.0},
+    "server never": {"server_skip": Randomly(1.0)},
 }
 CONFIGURATIONS = {
     **{f"{name}, rates": {**options, "rates": RATES} for name, options in CODED.items()},
@@ -439,8 +439,8 @@ def told_to_skip(step, bucket, values):
 @mock.patch.object(buckets, "BUCKET_BYTES", 256)
 def bytes_sent(rank, n):
     model = Model()
-    rest = {"server_skip": 1.0}
-    skips = {"always": None, "half": 2, "never": 1.0, "asked": told_to_skip}
+    rest = {"server_skip": Randomly(1.0)}
+    skips = {"always": None, "half": 2, "never": Randomly(1.0), "asked": told_to_skip}
     moved = {name: train(rank, n, worker_skip=skip, **rest)[1] for name, skip in skips.items()}
     both = train(rank, n)[1]
     with DistEFSGD(model, torch.optim.SGD(groups(model), 0.1)) as algo:
@@ -455,7 +455,7 @@ def bytes_of_steps(rank, n):
     moved = {}
     for name, (rates, skips) in {
         "sent": ((0.1, 0.03), {}),
-        "skipped": ((0.1, 0.03), {"worker_skip": 1.0, "server_skip": 1.0}),
+        "skipped": ((0.1, 0.03), {"worker_skip": Randomly(1.0), "server_skip": Randomly(1.0)}),
         "one rests": ((0.1, 0.0), {}),
         "both rest": ((0.0, 0.0), {}),
     }.items():
@@ -532,10 +532,10 @@ def test_a_bucket_is_kept_while_its_norm_is_small_beside_that_of_the_last_one_se
 def bytes_while_small(rank, n):
     """How many buckets' codes a worker sends by the rule, and how many bytes there are beside; and in which steps."""
     moved = []
-    for skip in (1.0, WhileSmall(0.75)):
+    for skip in (Randomly(1.0), WhileSmall(0.75)):
         parameters = [nn.Parameter(torch.zeros(64)) for _ in range(2)]  # of a group each: a bucket each, the last one first
         optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], 0.1)
-        options = {"compression": Identity(), "worker_skip": skip, "server_skip": 1.0}
+        options = {"compression": Identity(), "worker_skip": skip, "server_skip": Randomly(1.0)}
         with CompSkipDSGD(nn.ParameterList(parameters), optimizer, overlap=False, **options) as algo:
             for norms in NORMS:
                 for p, size in zip(parameters, norms, strict=True):
@@ -929,6 +929,14 @@ def test_a_gradient_that_is_not_finite_moves_nobody():
         assert found == (3, True, True)
 
 
+@pytest.mark.parametrize("none", [0, 0.0, None])
+def test_a_sweep_over_skips_may_begin_with_none(none):
+    model = nn.Linear(2, 2)
+    algorithm = CompSkipDSGD(model, torch.optim.SGD(model.parameters(), 0.1), worker_skip=none, server_skip=1)
+    assert isinstance(algorithm.worker_skip, Never)
+    assert isinstance(algorithm.server_skip, EveryNth)
+
+
 def test_options_are_refused_in_one_line():
     model = nn.Linear(2, 2)
     sgd, adam = torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())
@@ -939,8 +947,9 @@ def test_options_are_refused_in_one_line():
         (DistEFSGD, sgd, {"compression": "terse"}, "compression must be a codec"),
         (DistEFSGD, sgd, {"compression": TernGrad(unbiased=True)}, "would grow without bound"),
         (FlexCompressSGD, sgd, {"server_compression": QSGD(levels=1, unbiased=True)}, "would grow without bound"),
-        (CompSkipDSGD, sgd, {"worker_skip": 0}, "the period of a skip must be a whole number of at least 1"),
-        (CompSkipDSGD, sgd, {"server_skip": 1.5}, "the probability of a skip must be"),
+        (CompSkipDSGD, sgd, {"worker_skip": -2}, "worker_skip must be a whole number of at least 1"),
+        (CompSkipDSGD, sgd, {"server_skip": 1.5}, "server_skip must be greater than 0 and at most 1"),
+        (CompSkipDSGD, sgd, {"server_skip": 1.0}, "server_skip=1.0 is a probability, and nothing would be sent"),
         (CompSkipDSGD, sgd, {"server_skip": "often"}, "server_skip must be a period, a probability, a rule or a function"),
         (CompSkipDSGD, sgd, {"overlap": 1}, "overlap must be True or False"),
     ]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.arrival_server import ArrivalServer
 from lightning_cocod.algorithms.on_shards import OnShards
-from lightning_cocod.algorithms.options import flag
+from lightning_cocod.algorithms.options import flag, nothing_in_common
 from lightning_cocod.algorithms.when import as_when
 from lightning_cocod.comm import NonFiniteMessage
 from lightning_cocod.comm.norms import finite
@@ -51,6 +51,7 @@ class APSGD(OnShards):
         overlap: False waits for what a push brings back before the next forward.
         max_staleness: the most by which a worker may be ahead of the slowest, in steps of its own since all last met: a
             faster one waits. None for any.
+        elementwise: see ``SSGD``.
         **shared: ``on_nonfinite``, ``communicator``, ``timeout``, … (see ``Algorithm``). With "raise" a worker whose
             gradient is not finite raises; with "skip" that goes to no shard, and the worker has W like after any push. What
             its forward has written into buffers stays.
@@ -71,16 +72,13 @@ class APSGD(OnShards):
         *,
         overlap: bool = True,
         max_staleness: int | None = None,
+        elementwise: bool = False,
         **shared: Any,
     ) -> None:
         self.servers: dict[Optimizer, ArrivalServer] = {}
         super().__init__(model, optimizer, when=as_when(1, 0), max_staleness=max_staleness, **shared)
-        self.overlap = flag("overlap", overlap)
-        groups = [group["params"] for opt in self.optimizers for group in opt.param_groups]
-        if len({p for params in groups for p in params}) < sum(map(len, groups)):
-            raise ValueError(
-                f"{self.name} needs optimizers without a parameter in common: its server would have two values of it"
-            )
+        self.overlap, self.elementwise = flag("overlap", overlap), flag("elementwise", elementwise)
+        nothing_in_common(self.name, self.optimizers, "its server would have two values of it")
         self.skipped = 0
         """Gradients of this worker that were not finite, and have gone nowhere."""
         self._due: list[ArrivalServer] = []
@@ -91,7 +89,7 @@ class APSGD(OnShards):
 
     def make_server(self, optimizer: Optimizer) -> ArrivalServer:
         """Of this worker's shard."""
-        return ArrivalServer(optimizer, self.comm, self.turn, self.staleness)
+        return ArrivalServer(optimizer, self.comm, self.turn, self.staleness, elementwise=self.elementwise)
 
     def _make_owners(self) -> list[Owner]:
         if self.comm.world_size == 1:

@@ -72,6 +72,7 @@ class ADPSGD(Asynchronous):
     """
 
     name: ClassVar[str] = "ad_psgd"
+    brings_closer: ClassVar[str] = "More neighbours (topology=) help with both"
 
     def __init__(
         self,

@@ -31,10 +31,13 @@ class ArrivalServer(Server):
         comm: of all ranks.
         turn: held while W, or what belongs to it, is read or moved.
         staleness: of each gradient that is applied, told the number of those applied since its worker had the shard.
+        elementwise: see ``Server``.
     """
 
-    def __init__(self, optimizer: Optimizer, comm: Group, turn: Turn, staleness: Staleness) -> None:
-        super().__init__(optimizer, comm)
+    def __init__(
+        self, optimizer: Optimizer, comm: Group, turn: Turn, staleness: Staleness, *, elementwise: bool = False
+    ) -> None:
+        super().__init__(optimizer, comm, elementwise=elementwise)
         self.read_x()
         self._own_options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._twin = twin(optimizer, [{**group} for group in optimizer.param_groups])

@@ -57,6 +57,7 @@ class Asynchronous(Algorithm):
 
     deterministic = False
     has_rounds: ClassVar[bool] = False
+    weighs_workers: ClassVar[bool] = False
     asynchronous: ClassVar[bool] = True
     outlives: ClassVar[bool] = True
     """Whether the others train on without a peer that is lost, and regroup where they next meet."""
@@ -76,8 +77,6 @@ class Asynchronous(Algorithm):
     ) -> None:
         if nonfinite(on_nonfinite) and not self.may_leave_out:
             raise ValueError(f'{self.name} takes no mean of all workers that could repair one: use on_nonfinite="raise"')
-        if shared.get("weights") is not None:
-            raise ValueError(f"{self.name} weighs all workers alike: leave weights out")
         super().__init__(model, optimizer, when=when, on_nonfinite=on_nonfinite, **shared)
         self.comm.outlives = self.outlives
         self.staleness = Staleness()
@@ -189,14 +188,6 @@ class Asynchronous(Algorithm):
             )
         super().load_state_dict(state)
         self.meetings, self._claimed, self.comm.steps = state["meetings"], state["claimed"], self.t
-
-    def set_weights(self, weights: Sequence[float]) -> None:
-        """All workers weigh alike.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"{self.name} weighs all workers alike: set no weights")
 
     def metrics(self, since: Any = None) -> dict[str, float]:
         """Adds the staleness of what has been merged."""

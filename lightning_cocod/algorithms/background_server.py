@@ -41,7 +41,7 @@ class BackgroundServer(Server):
     """
 
     def __init__(
-        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool | None = None
+        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool = False
     ) -> None:
         super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.read_x()

@@ -73,13 +73,14 @@ class Algorithm:
             rounds are then those between the machines.
         inter_node: with ``intra_node``, another name of ``period``.
         ranks_per_node: with ``intra_node``: of every machine, or a list; by default what ``torchrun`` says.
-        communicator: to share; by default one is made, with the options that follow.
-        timeout: seconds without a heartbeat after which a peer counts as lost, and its process is ended if it is one of
-            this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
-        process_group_timeout: seconds after which a collective fails although all peers live.
+        communicator: one made for this object, which closes it; by default one with the three options that follow.
+        timeout: 60 by default; seconds without a heartbeat after which a peer counts as lost, and its process is ended if it
+            is one of this host. Heartbeats need the interpreter lock: choose more than the longest call that holds it.
+        process_group_timeout: 1800 by default; seconds after which a collective fails although all peers live.
+        connect_timeout: 300 by default; seconds that ``start`` waits for a peer to appear.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option out of range, or one of the communicator's beside a communicator.
         TypeError: an optimizer that evaluates its closure several times (LBFGS).
     """
 
@@ -90,7 +91,12 @@ class Algorithm:
     may_skip_steps: ClassVar[bool] = True
     """Whether a rank may skip a step on its own, as a gradient scaler does. (See ``steps_together``.)"""
     has_rounds: ClassVar[bool] = True
-    """Whether there are local steps, in which the workers of a node can do something on their own."""
+    """Whether all workers average at the ends of rounds, within which those of a node can do so on their own."""
+    brings_closer: ClassVar[str] = (
+        "Shorter rounds (period=) help with both, a lower rate with the latter; where the data has to differ, "
+        "strategy='overlap_local_sgd' pulls the replicas together"
+    )
+    """What a user can do about replicas that are far apart."""
     in_step: ClassVar[bool] = False
     """Whether all workers have the same parameters where a model is evaluated, so that no mean of them is taken."""
     in_shards: ClassVar[bool] = False
@@ -124,9 +130,12 @@ class Algorithm:
         inter_node: int | Mapping[int, int] | When | None = None,
         ranks_per_node: Sizes | None = None,
         communicator: Communicator | None = None,
-        timeout: float = 60.0,
-        process_group_timeout: float = 1800.0,
+        timeout: float | None = None,
+        process_group_timeout: float | None = None,
+        connect_timeout: float | None = None,
     ) -> None:
+        if weights is not None and not self.weighs_workers:
+            raise ValueError(f"{self.name} weighs all workers alike: leave weights out")
         self.model = model
         self.replica = Replica(model)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -142,12 +151,12 @@ class Algorithm:
         self._trainable: set[nn.Parameter] = set()
         self.x = self._parameters()
         """The parameters, in the order in which they travel."""
-        if communicator is None:
-            promised_group_is_there()
-            communicator = Communicator(_device_of(self.x), timeout=timeout, process_group_timeout=process_group_timeout)
-        self.comm = communicator
+        times = {"timeout": timeout, "process_group_timeout": process_group_timeout, "connect_timeout": connect_timeout}
+        self.comm = communicator or _communicator(_device_of(self.x), times)
+        if communicator is not None and (beside := [name for name, value in times.items() if value is not None]):
+            raise ValueError(f"{beside[0]} is the communicator's: give it to that, or leave communicator out")
         if not self.has_rounds and intra_node is not None:
-            raise ValueError(f"{self.name} has no local steps, so nothing can be averaged in between: leave intra_node out")
+            raise ValueError(f"{self.name} has no rounds at whose ends all workers average: leave intra_node out")
         if inter_node is not None:
             raise ValueError(f"{self.name} has no period that inter_node could be another name of: leave it out")
         self.node = node_average(self, intra_node, ranks_per_node)
@@ -364,7 +373,7 @@ class Algorithm:
     def metrics(self, since: Reading | None = None) -> dict[str, float]:
         """The metric vocabulary (docs/metrics.md): times per step and rates since a reading, bytes since the start.
 
-        Never blocks, on a peer or on a device.
+        What is not known is left out. Never blocks, on a peer or on a device.
 
         Args:
             since: an earlier ``reading()``; by default that of ``start``.
@@ -375,7 +384,7 @@ class Algorithm:
             **self.reading().since(since or self._begun),
             "algo/period": float(period),
             "algo/staleness_steps": 0.0,
-            "algo/replica_distance": 0.0 if measured is None else measured[1],
+            **({} if measured is None else {"algo/replica_distance": measured[1]}),
         }
 
     def measured(self) -> tuple[int, float] | None:
@@ -395,8 +404,9 @@ class Algorithm:
         weights that the round began with.
 
         Raises:
-            ValueError: not one positive number for each worker.
+            ValueError: not one positive number for each worker, or an algorithm that weighs all alike.
         """
+        self._must_weigh()
         self.weighing.set(weights)
 
     def weigh_batch(self, sizes: Sequence[int]) -> None:
@@ -406,8 +416,9 @@ class Algorithm:
         synchronous step with what each has in that step.
 
         Raises:
-            ValueError: not one positive number for each worker.
+            ValueError: not one positive number for each worker, or an algorithm that weighs all alike.
         """
+        self._must_weigh()
         self.weighing.count(sizes)
 
     # For the algorithms
@@ -467,6 +478,10 @@ class Algorithm:
         return None
 
     # Inside
+
+    def _must_weigh(self) -> None:
+        if not self.weighs_workers:
+            raise ValueError(f"{self.name} weighs all workers alike: set no weights")
 
     def _parameters(self) -> list[nn.Parameter]:
         """Every parameter that an optimizer has ever been free to move.
@@ -556,6 +571,11 @@ def _how(compression: str | Codec | PowerSGD | None) -> How | None:
     if chosen is None:
         return None
     return LowRank(chosen) if isinstance(chosen, PowerSGD) else Compression(chosen)
+
+
+def _communicator(device: torch.device, times: Mapping[str, Any]) -> Communicator:
+    promised_group_is_there()
+    return Communicator(device, **{name: value for name, value in times.items() if value is not None})
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

@@ -144,18 +144,21 @@ class CoCoD(Algorithm):
         if not self.overlap:
             self.A.wait()
 
-    def _pending_correction(self) -> Callable[[], None] | None:
-        if self.S is None:
-            return None
+    def _drain(self) -> None:
         if self.A is not None:
             self.A.wait(counted=False)
             self.left_out = self.A.left_out
+
+    def _pending_correction(self) -> Callable[[], None] | None:
+        if self.S is None:
+            return None
+        self._drain()
         S, x = self.S, self.x
         return lambda: S.add_to(x)
 
     def state_dict(self) -> dict[str, Any]:
         """Adds the correction A - S of the round in flight: drained, not folded."""
-        self._pending_correction()
+        self._drain()
         correction = None if self.S is None else [bucket.clone() for bucket in self.S.buckets]
         θ = None if self.base is None else self.base.state_dict()
         return {**super().state_dict(), "correction": correction, "left_out": list(self.left_out), "theta": θ}
@@ -163,7 +166,7 @@ class CoCoD(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the correction that was in flight; it is folded at the step at which it would have been."""
         super().load_state_dict(state)
-        self._pending_correction()  # of the launch in start(): its buffer is used again
+        self._drain()  # of the launch in start(): its buffer is used again
         layout = self.comm.layout(self.x)
         if state["correction"] is None:
             self.S = None

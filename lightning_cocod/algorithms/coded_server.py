@@ -41,7 +41,7 @@ class CodedServer(BackgroundServer):
         shared: Set[nn.Parameter] = frozenset(),
         *,
         compression: Compression,
-        elementwise: bool | None = None,
+        elementwise: bool = False,
     ) -> None:
         super().__init__(optimizer, comm, shared, elementwise=elementwise)
         self.e = self.layout.buffer(summed=True)

@@ -39,8 +39,8 @@ class CompSkipDSGD(FlexCompressSGD):
         optimizer: SGD, one or several, without a parameter in common.
         compression: codec of the workers, or its name; "sign" by default, None for whole values.
         server_compression: codec of the server, or its name.
-        worker_skip: when a worker does not send; never by default.
-        server_skip: when the server does not; never by default. Then x rests.
+        worker_skip: when a worker does not send; see ``as_skip``. It always sends by default.
+        server_skip: when the server does not, likewise. Then x rests.
         overlap: False pushes after backward: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
         **shared: ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).

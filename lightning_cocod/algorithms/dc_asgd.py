@@ -68,7 +68,7 @@ class DCASGD(APSGD):
 
     def make_server(self, optimizer: Optimizer) -> ArrivalServer:
         """One that remembers what has been pulled."""
-        server = CompensatingServer(optimizer, self.comm, self.turn, self.staleness)
+        server = CompensatingServer(optimizer, self.comm, self.turn, self.staleness, elementwise=self.elementwise)
         server.λ, server.β, server.ε = self.lambda_0, self.beta if self.adaptive else None, self.epsilon
         return server
 
@@ -84,8 +84,8 @@ class CompensatingServer(ArrivalServer):
     """None for a constant λ."""
     ε: float
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         first = [W.clone() for W in self.W]
         self.w_bak: list[dict[int, list[Tensor]]] = [{0: first} for _ in range(self.comm.world_size)]
         """Of each worker, what it has pulled and may have a gradient of under way, by version."""

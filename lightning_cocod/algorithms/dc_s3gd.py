@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_cocod.algorithms.cocod import CoCoD
 from lightning_cocod.algorithms.compensation import Compensation, Part
-from lightning_cocod.algorithms.options import choice
+from lightning_cocod.algorithms.options import choice, is_sgd
 from lightning_cocod.algorithms.when import When
 from lightning_cocod.comm.buckets import Buffer, in_the_order_of
 
@@ -71,7 +71,7 @@ class DCS3GD(CoCoD):
         super().__init__(model, optimizer, period, **shared)
         self.compensate = Compensation(lambda_0, norm=norm, lambda_max=lambda_max)
         self.decay_before = choice("weight_decay", weight_decay, ("after", "before")) == "before"
-        if self.decay_before and not all(isinstance(opt, SGD) for opt in self.optimizers):
+        if self.decay_before and not all(is_sgd(opt) for opt in self.optimizers):
             raise ValueError('weight_decay="before" is for torch.optim.SGD: other optimizers do not add it to the gradient')
         if any(group.get("maximize") for opt in self.optimizers for group in opt.param_groups):
             raise ValueError("maximize=True turns the gradient round and with it the correction: minimize the negative")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_cocod.algorithms.options import is_sgd
+from lightning_cocod.algorithms.options import is_sgd, nothing_in_common
 from lightning_cocod.algorithms.pushing import Pushing
 from lightning_cocod.algorithms.skipping import Never
 from lightning_cocod.algorithms.two_way import Direction, TwoWay
@@ -86,9 +86,7 @@ class DistEFSGD(Pushing):
         for opt in self.optimizers:
             if not is_sgd(opt):
                 raise ValueError(f"{self.name} is a way of doing SGD, and needs torch.optim.SGD, not {type(opt).__name__}")
-        members = [p for opt in self.optimizers for group in opt.param_groups for p in group["params"]]
-        if len(set(members)) < len(members):
-            raise ValueError(f"{self.name} needs optimizers without a parameter in common: each has residuals of its own")
+        nothing_in_common(self.name, self.optimizers, "each has residuals of its own")
         self._due: list[TwoWay] = []
         self._answered: list[TwoWay] = []  # whose optimizers have yet to make their step
 

@@ -41,8 +41,8 @@ def refusal(optimizer: Optimizer, *, elementwise: bool = False) -> str | None:
         try:
             rows, of_rows = m.view(2, -1), g.view(_STEPS, 2, -1)
             halves = [_stepped(optimizer, group, rows[i], of_rows[:, i])[0] for i in range(2)]
-        except Exception:  # whatever it is that it does not like about a vector
-            return WHOLE
+        except Exception as error:  # whatever it is that it does not like about a vector
+            return f"{WHOLE} ({type(error).__name__}: {error})"
         if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
             return WHOLE
     return None

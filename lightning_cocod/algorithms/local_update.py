@@ -155,11 +155,12 @@ class DelayCompensation(LocalUpdate):
     lambda_0: float = 0.04
     adaptive: bool = False
     m: float = 0.0
-    MS: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    MS: dict[nn.Parameter, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__init__()
         nonnegative("lambda_0", self.lambda_0)
+        flag("adaptive", self.adaptive)
         below_one("m", self.m)
 
     def begin(self, x: Sequence[nn.Parameter]) -> None:

@@ -45,6 +45,7 @@ class Mixing(Algorithm):
     """
 
     has_rounds: ClassVar[bool] = False
+    brings_closer: ClassVar[str] = "More neighbours (graph=) help with both"
     weighs_workers: ClassVar[bool] = False
 
     def __init__(
@@ -59,8 +60,6 @@ class Mixing(Algorithm):
         **shared: Any,
     ) -> None:
         self.τ, self.overlap = whole("delay", delay, least=0), flag("overlap", overlap)
-        if shared.get("weights") is not None:
-            raise ValueError(f"{self.name} weighs all workers alike: leave weights out")
         super().__init__(model, optimizer, when=Every(max(1, self.τ)), **shared)
         if self.compression is not None:
             raise ValueError(
@@ -159,18 +158,6 @@ class Mixing(Algorithm):
         self._drain(counted=False)
         S, x = self.S, self.x
         return lambda: S.add_to(x)
-
-    def set_weights(self, weights: Sequence[float]) -> None:
-        """The graph says what is mixed.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"{self.name} weighs all workers alike: set no weights")
-
-    def weigh_batch(self, sizes: Sequence[int]) -> None:
-        """The same."""
-        self.set_weights(sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """Adds the correction in flight: drained, not folded; and the number of exchanges."""

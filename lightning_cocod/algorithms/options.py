@@ -10,7 +10,19 @@ from torch.optim import SGD, Optimizer
 
 from lightning_cocod.options import above_zero, below_one, choice, flag, nonnegative, share, whole
 
-__all__ = ["above_zero", "below_one", "choice", "flag", "is_sgd", "nonfinite", "nonnegative", "positive", "share", "whole"]
+__all__ = [
+    "above_zero",
+    "below_one",
+    "choice",
+    "flag",
+    "is_sgd",
+    "nonfinite",
+    "nonnegative",
+    "nothing_in_common",
+    "positive",
+    "share",
+    "whole",
+]
 
 
 def nonfinite(value: object) -> bool:
@@ -25,6 +37,17 @@ def nonfinite(value: object) -> bool:
 def is_sgd(optimizer: Optimizer) -> bool:
     """Whether an optimizer steps as torch's SGD does."""
     return isinstance(optimizer, SGD) and unwrap(type(optimizer).step) is unwrap(SGD.step)  # torch wraps it when one is made
+
+
+def nothing_in_common(name: str, optimizers: Sequence[Optimizer], why: str) -> None:
+    """See that no parameter is in two places.
+
+    Raises:
+        ValueError: one is.
+    """
+    members = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+    if len(set(members)) < len(members):
+        raise ValueError(f"{name} needs optimizers without a parameter in common: {why}")
 
 
 def positive(weights: Sequence[float] | None, world_size: int | None = None) -> list[float] | None:

@@ -51,6 +51,9 @@ class OverlapLocalSGD(OuterRounds):
     """
 
     name: ClassVar[str] = "overlap_local_sgd"
+    brings_closer: ClassVar[str] = (
+        "Shorter rounds (period=) help with both, a lower rate with the latter; where the data has to differ, raise pull"
+    )
 
     def __init__(
         self,

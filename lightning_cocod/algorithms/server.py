@@ -36,17 +36,17 @@ class Server(Outgoing):
         optimizer: element-wise.
         comm: sends.
         shared: parameters that other optimizers move too: their gradients are kept for those.
-        elementwise: whether the optimizer is known to be, whatever trying it out says; None where nobody may say so.
+        elementwise: whether the optimizer is known to be, whatever trying it out says.
 
     Raises:
         TypeError: an optimizer that needs whole tensors; parameters with gaps in their memory.
     """
 
     def __init__(
-        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool | None = None
+        self, optimizer: Optimizer, comm: Group, shared: Set[nn.Parameter] = frozenset(), *, elementwise: bool = False
     ) -> None:
-        if (why_not := refusal(optimizer, elementwise=elementwise is True)) is not None:
-            hint = ", or elementwise=True if it is one" if why_not == WHOLE and elementwise is False else ""
+        if (why_not := refusal(optimizer, elementwise=elementwise)) is not None:
+            hint = ", or elementwise=True if it is one" if why_not.startswith(WHOLE) else ""
             raise TypeError(
                 f"{type(optimizer).__name__} {why_not}; use an element-wise optimizer such as SGD or AdamW{hint}"
             )

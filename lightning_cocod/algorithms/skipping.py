@@ -157,8 +157,8 @@ SkipRule = Skip | int | float | Callable[[int, int, Tensor], bool] | None
 
 
 def as_skip(name: str, rule: SkipRule) -> Skip:
-    """The rule that a user wrote: n to send in every n-th step, a probability of leaving a step out, a rule or a function of
-    ``(step, bucket, values)``; None to send always.
+    """The rule that a user wrote: n to send in every n-th step, a probability below 1 of leaving a step out, a rule or a
+    function of ``(step, bucket, values)``; None or 0 to send always.
 
     Raises:
         ValueError: something else, or out of range.
@@ -167,10 +167,14 @@ def as_skip(name: str, rule: SkipRule) -> Skip:
         return Never()
     if isinstance(rule, Skip):
         return rule
-    if isinstance(rule, int) and not isinstance(rule, bool):
-        return EveryNth(rule)
-    if isinstance(rule, float):
-        return Randomly(rule) if rule else Never()  # a sweep over probabilities may begin with 0
+    if isinstance(rule, int | float) and not isinstance(rule, bool):
+        if rule == 0:  # with which a sweep over probabilities may begin
+            return Never()
+        if isinstance(rule, int):
+            return EveryNth(whole(name, rule, least=1))
+        if rule == 1:
+            raise ValueError(f"{name}=1.0 is a probability, and nothing would be sent: 1 sends in every step")
+        return Randomly(share(name, rule))
     if callable(rule):
         return Asked(rule)
     raise ValueError(f"{name} must be a period, a probability, a rule or a function, got {rule!r}")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_cocod.algorithms.background_server import BackgroundServer, Clipping
 from lightning_cocod.algorithms.local_update import GLU, LocalUpdate, Scales, as_local_update
 from lightning_cocod.algorithms.mean_model import on_device
-from lightning_cocod.algorithms.options import choice, is_sgd
+from lightning_cocod.algorithms.options import choice, is_sgd, nothing_in_common
 from lightning_cocod.algorithms.outgoing import Outgoing
 from lightning_cocod.algorithms.repair import restore
 from lightning_cocod.algorithms.ssgd import SSGD
@@ -95,11 +95,7 @@ class SSDSGD(SSGD):
             raise ValueError("pre_refresh is for local_update='glu': leave it out")
         if isinstance(self.local_update, GLU):
             self.local_update.every_step |= every_step
-        groups = [group["params"] for opt in self.optimizers for group in opt.param_groups]
-        if len({p for params in groups for p in params}) < sum(map(len, groups)):
-            raise ValueError(
-                f"{self.name} needs optimizers without a parameter in common: its server would have two values of it"
-            )
+        nothing_in_common(self.name, self.optimizers, "its server would have two values of it")
         for opt in self.optimizers:
             if self.local_update.needs_sgd and not is_sgd(opt):
                 raise ValueError(

@@ -53,8 +53,8 @@ class SSGD(Pushing):
         optimizer: one or several torch optimizers over its parameters.
         overlap: False pushes after backward: the same trajectory bit for bit, nothing hidden.
         overlap_pull: True lets the pull overlap the next forward.
-        elementwise: True for optimizers that are so known to be, and would be refused when tried out, as those whose steps
-            are random. One that needs whole tensors would silently get parts of them.
+        elementwise: True says that the optimizer treats every element by itself although a trial says otherwise, as it does
+            of one whose steps are random. One that needs whole tensors would silently get parts of them.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
         **shared: ``on_nonfinite``, ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``). With
             ``on_nonfinite="skip"`` a mean is that of the other ranks.

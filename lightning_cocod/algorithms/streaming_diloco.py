@@ -73,6 +73,5 @@ class StreamingDiLoCo(OuterRounds):
     ) -> None:
         outer, lag = nesterov(outer_lr, outer_momentum), Lag(whole("delay", delay, least=0), keep, overlap=overlap)
         super().__init__(model, optimizer, period, outer=outer, delay=lag, fragments=fragments, **shared)
-        shortest = min(period.values()) if isinstance(period, Mapping) else self.when.period(0)
-        if delay >= shortest:
+        if delay >= (shortest := self.when.shortest()):
             raise ValueError(f"delay must be less than the period, {shortest}, got {delay}")

@@ -18,6 +18,10 @@ class When(ABC):
     def period(self, step: int) -> int:
         """Local steps k ≥ 1 of the round that begins at this step."""
 
+    def shortest(self) -> int:
+        """The smallest k there is; unless a rule knows better, the first one."""
+        return self.period(0)
+
     def synchronous(self, step: int) -> bool:
         """Whether this step exchanges gradients, as synchronous SGD does, instead of belonging to a round."""
         return False
@@ -60,6 +64,10 @@ class Schedule(When):
         """The length for the last listed step that is not after this one."""
         return self.lengths[max(s for s in self.lengths if s <= step)]
 
+    def shortest(self) -> int:
+        """Of all that are listed."""
+        return min(self.lengths.values())
+
     def __repr__(self) -> str:
         return f"Schedule({self.lengths})"
 
@@ -78,6 +86,10 @@ class WarmUp(When):
     def period(self, step: int) -> int:
         """That of the rule that follows."""
         return self.then.period(step)
+
+    def shortest(self) -> int:
+        """The same."""
+        return self.then.shortest()
 
     def synchronous(self, step: int) -> bool:
         """True for the first steps."""

@@ -356,3 +356,8 @@ class Buffer:
             torch._foreach_copy_(views, pieces)
             sizes += norms(buckets)
         return total(sizes)
+
+
+def real(flat: Tensor) -> Tensor:
+    """A view of a bucket as real numbers."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -24,7 +23,7 @@ from lightning_cocod.comm.header import LACKING, NONFINITE, Header, Pace, exchan
 from lightning_cocod.comm.lane import Lane, lane_for
 from lightning_cocod.comm.ledger import Ledger
 from lightning_cocod.comm.losses import PATIENCE, Losses
-from lightning_cocod.comm.meeting import own_address
+from lightning_cocod.comm.meeting import gloo_encrypts, own_address
 from lightning_cocod.comm.message import Message, Report, Subject
 from lightning_cocod.comm.ring import Ring
 from lightning_cocod.comm.ring_connections import close_ring
@@ -44,6 +43,35 @@ class Home(Protocol):
     samples: int
     samples_heard: list[int]
     losses: Losses
+
+
+@dataclass
+class Errand:
+    """What the channel's thread carries out, and how far it has come.
+
+    Attributes:
+        subject: of the message.
+        operation: what is done.
+        report: what the training thread will hear.
+        tracer: of when it was submitted, as is the pace.
+        pace: of this rank.
+        fit: whether this rank's part is finite; None until somebody has looked.
+        size: norm of this rank's part; None where nobody needs it, or until somebody has looked.
+        relative_to: what its distance is measured by, if that is not its size.
+        announcements: headers that have been exchanged.
+        runs: how often the operation has been carried out.
+    """
+
+    subject: Subject
+    operation: Operation
+    report: Report
+    tracer: Tracer
+    pace: Pace
+    fit: bool | None
+    size: Tensor | None
+    relative_to: Tensor | None
+    announcements: int = 0
+    runs: int = 0
 
 
 class Channel:
@@ -98,8 +126,7 @@ class Channel:
             self._groups.append(self._new_group("nccl", parts, patience))
         for group in self._groups if making else ():
             set_timeout(timeout, group)
-        encrypted = os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"  # which the ring is not
-        if self.device.type == "cpu" and self.world_size > 1 and not encrypted:
+        if self.device.type == "cpu" and self.world_size > 1 and not gloo_encrypts():
             self._ring = self._new_ring(timeout, making or timeout)
 
     def _new_ring(self, timeout: float, patience: float) -> Ring:
@@ -149,7 +176,7 @@ class Channel:
         def work() -> None:
             with self.lane.working(), tracer.span(subject.kind, message=what, bytes=operation.nbytes):
                 self.lane.follow(departed)
-                self._carry_out(subject, operation, report, fit, size, relative_to, tracer, pace)
+                self._carry_out(Errand(subject, operation, report, tracer, pace, fit, size, relative_to))
 
         with tracer.span("launch", message=what):
             handle = self._send(thread, work, what)
@@ -202,70 +229,81 @@ class Channel:
     def _finish(self, work: dist.Work) -> None:
         finish(work, self._groups[0], self._home.losses.over)
 
-    def _carry_out(
-        self,
-        subject: Subject,
-        operation: Operation,
-        report: Report,
-        fit: bool | None,
-        size: Tensor | None,
-        relative_to: Tensor | None,
-        tracer: Tracer,
-        pace: Pace,
-    ) -> None:
-        if fit is None:
-            with tracer.span("look"):
-                size = operation.size() if size is None else size
-                fit = operation.is_finite(size)
-        header = Header(
+    def _carry_out(self, errand: Errand) -> None:
+        operation, report = errand.operation, errand.report
+        header = self._header(errand)
+        report.listening = time.perf_counter()
+        self._announce(errand, header)
+        report.announced = time.perf_counter()
+        begun = self.lane.mark()
+        with errand.tracer.span("transfer", message=str(errand.subject)):
+            waits = self._run(errand)
+        if (late := operation.late_flags()) is not None:
+            headers = self._announce(errand, replace(header, flags=late))
+            report.lacking = any(theirs.flags & LACKING for theirs in headers)
+            if report.left_out:
+                self._run(errand)
+        arrived = self.lane.mark()
+        report.numbers = self._numbers(errand)
+        report.arrived = self.lane.mark()
+        self._account(errand, (begun, arrived), waits)
+
+    def _header(self, errand: Errand) -> Header:
+        subject, operation = errand.subject, errand.operation
+        if errand.fit is None:
+            with errand.tracer.span("look"):
+                errand.size = operation.size() if errand.size is None else errand.size
+                errand.fit = operation.is_finite(errand.size)
+        return Header(
             subject.algorithm,
             subject.kind,
             subject.step,
             operation.fingerprint,
             operation.nbytes,
             subject.weights_digest,
-            0 if fit else NONFINITE,
+            0 if errand.fit else NONFINITE,
             self._home.samples,
-            pace,
+            errand.pace,
         )
-        report.listening = time.perf_counter()
-        with tracer.span("headers", message=str(subject)):
+
+    def _announce(self, errand: Errand, header: Header) -> list[Header]:
+        """Compare headers. Whoever is not finite is left out of what follows, or ends it."""
+        subject, report = errand.subject, errand.report
+        with errand.tracer.span("headers", message=str(subject)):
             headers = self._exchange(header)
+        errand.announcements += 1
         for rank, theirs in zip(self.ranks, headers, strict=False):
             self._home.samples_heard[rank] = theirs.samples
         report.paces = [theirs.pace for theirs in headers]
         report.left_out = unfit(headers, self.ranks, skip=subject.skip)
         if report.left_out:
-            self._leave_out(report.left_out, subject, operation)
-        report.announced = time.perf_counter()
-        begun = self.lane.mark()
-        with tracer.span("transfer", message=str(subject)):
-            waits = self._run(operation, tracer)
-        times = 1
-        if (late := operation.late_flags()) is not None:
-            with tracer.span("headers", message=str(subject)):
-                headers = self._exchange(replace(header, flags=late))
-            report.lacking = any(theirs.flags & LACKING for theirs in headers)
-            report.left_out = unfit(headers, self.ranks, skip=subject.skip)
-            if report.left_out:
-                self._leave_out(report.left_out, subject, operation)
-                self._run(operation, tracer)
-                times = 2
-        arrived = self.lane.mark()
-        numbers = None
-        if fit and size is not None and (distance := operation.distance()) is not None:
-            both = torch.stack([size if relative_to is None else relative_to, distance])
-            numbers = both.to("cpu", non_blocking=True) if both.is_cuda else both
-            self.lane.keep([size, *([] if relative_to is None else [relative_to])])
-        report.arrived = self.lane.mark()
-        report.numbers = numbers
-        announced = size_of(self.world_size) * (1 if late is None else 2)
-        sent, received = (announced + times * moved for moved in operation.traffic(self.rank, self.world_size))
-        raw = announced + operation.uncompressed(self.rank, self.world_size)
+            weights = [subject.weight(rank, report.left_out) for rank in range(self.world_size)]
+            errand.operation.weigh(self.rank, weights)
+        return headers
+
+    def _run(self, errand: Errand) -> list[Wait]:
+        errand.runs += 1
+        over = self._home.losses.over
+        return carrying.run(errand.operation, self._groups[-1], self._ring, self._scratch, over, errand.tracer)
+
+    def _numbers(self, errand: Errand) -> Tensor | None:
+        """The norm that a distance is relative to, and the distance, on their way to the host."""
+        if not errand.fit or errand.size is None or (distance := errand.operation.distance()) is None:
+            return None
+        size = errand.size if errand.relative_to is None else errand.relative_to
+        both = torch.stack([size, distance])
+        self.lane.keep([errand.size, size])
+        return both.to("cpu", non_blocking=True) if both.is_cuda else both
+
+    def _account(self, errand: Errand, transfer: Wait, waits: list[Wait]) -> None:
+        announced = errand.announcements * size_of(self.world_size)
+        moved = errand.operation.traffic(self.rank, self.world_size)
+        sent, received = (announced + errand.runs * nbytes for nbytes in moved)
+        raw = announced + errand.operation.uncompressed(self.rank, self.world_size)
         ledger = self._home.ledger
         ledger.add(sent=sent, received=received, raw=raw, messages=1)
-        if subject.counted:
-            ledger.add_when_known("busy", partial(self._seconds, (begun, arrived), waits))
+        if errand.subject.counted:
+            ledger.add_when_known("busy", partial(self._seconds, transfer, waits))
 
     def _seconds(self, whole: Wait, without: Sequence[Wait]) -> float | None:
         """Of the lane, without those waits; None while the device has not come so far."""
@@ -273,9 +311,3 @@ class Channel:
         idle = [self.lane.seconds(*wait) for wait in without]
         known = [s for s in idle if s is not None]
         return None if seconds is None or len(known) < len(idle) else seconds - sum(known)
-
-    def _run(self, operation: Operation, tracer: Tracer) -> list[Wait]:
-        return carrying.run(operation, self._groups[-1], self._ring, self._scratch, self._home.losses.over, tracer)
-
-    def _leave_out(self, ranks: tuple[int, ...], subject: Subject, operation: Operation) -> None:
-        operation.weigh(self.rank, [subject.weight(rank, ranks) for rank in range(self.world_size)])

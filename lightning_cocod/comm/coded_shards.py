@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cocod.comm.buckets import Buffer, Layout
+from lightning_cocod.comm.buckets import Buffer, Layout, real
 from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.errors import transport
@@ -163,7 +163,7 @@ class CodedPush(Push):
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard's code to its owner, once it is known who sends."""
-        return self._coded.ask(bucket, _real(self._p[bucket]), group) or self._send(bucket, scratch, group)
+        return self._coded.ask(bucket, real(self._p[bucket]), group) or self._send(bucket, scratch, group)
 
     def proceed(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """What was waiting for that."""
@@ -173,15 +173,15 @@ class CodedPush(Push):
         coded = self._coded
         sent = coded.rows.get("sent", bucket, (self._n, coded.code_sizes[bucket]), scratch.device)
         if coded.rank in coded.of[bucket]:
-            rows = zip(_real(self._p[bucket]).view(self._n, -1), sent, _real(scratch).view(self._n, -1), strict=True)
+            rows = zip(real(self._p[bucket]).view(self._n, -1), sent, real(scratch).view(self._n, -1), strict=True)
             for shard, (values, code, decoded) in enumerate(rows):
                 coded.encode(bucket, shard, values, code, decoded, coded.rank)
         return coded.exchange(bucket, sent, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Decode and add up."""
-        s, coded = _real(self._s[bucket]).zero_(), self._coded
-        c = _real(scratch)[: s.numel()]
+        s, coded = real(self._s[bucket]).zero_(), self._coded
+        c = real(scratch)[: s.numel()]
         codes = dict(zip(coded.of[bucket], coded.arrived(bucket, s.device), strict=True))
         for rank in order_of_sum(coded.rank, self._n):
             if rank in codes:
@@ -232,24 +232,24 @@ class CodedPull(Collective):
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """The code of this worker's shard to all, once it is known who sends."""
-        return self._coded.ask(bucket, _real(self._q[bucket]), group) or self._send(bucket, scratch, group)
+        return self._coded.ask(bucket, real(self._q[bucket]), group) or self._send(bucket, scratch, group)
 
     def proceed(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """What was waiting for that."""
         return self._send(bucket, scratch, group) if self._coded.answered(bucket, scratch.device) else None
 
     def _send(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-        coded, q = self._coded, _real(self._q[bucket])
+        coded, q = self._coded, real(self._q[bucket])
         sent = coded.rows.get("sent", bucket, (coded.n, coded.code_sizes[bucket]), scratch.device)
         if coded.rank in coded.of[bucket]:
             encoder = coded.n  # other draws than in this worker's push, of which q already is made
-            coded.encode(bucket, coded.rank, q, sent[0], _real(scratch)[: q.numel()], encoder)
+            coded.encode(bucket, coded.rank, q, sent[0], real(scratch)[: q.numel()], encoder)
             sent[1:] = sent[0]
         return coded.exchange(bucket, sent, group)
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Decode all shards, and copy the pieces out."""
-        coded, shards = self._coded, _real(scratch).view(self._coded.n, -1)
+        coded, shards = self._coded, real(scratch).view(self._coded.n, -1)
         if len(coded.of[bucket]) < coded.n:
             shards.zero_()
         for rank, code in zip(coded.of[bucket], coded.arrived(bucket, scratch.device), strict=True):
@@ -269,7 +269,3 @@ class CodedPull(Collective):
 def _digest(known: Sequence[Sequence[bool] | None]) -> int:
     whose = repr([None if senders is None else list(map(bool, senders)) for senders in known])
     return int.from_bytes(hashlib.sha256(whose.encode()).digest()[:7], "big")
-
-
-def _real(flat: Tensor) -> Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,10 +36,10 @@ def seconds(name: str, value: object) -> float:
     """A time.
 
     Raises:
-        ValueError: not a positive number.
+        ValueError: not a positive, finite number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive, finite number of seconds, got {value!r}")
     return float(value)
 
 
@@ -112,11 +113,20 @@ class Communicator(Group):
 
     def _be_one_of_the_group(self) -> None:
         """One of torch's default group."""
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+        self._be(*((dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)))
+
+    def _be(self, rank: int, world_size: int) -> None:
         super().__init__(self, rank, range(world_size))
         self.samples_heard = [0] * self.world_size
         """Samples that each rank has trained on, as of its last header."""
         self._notes: dict[int, Note] = {}
+
+    @classmethod
+    def alone(cls) -> Communicator:
+        """Of one worker, whatever group there is: options are looked at with it."""
+        made = cls()
+        made._be(0, 1)
+        return made
 
     # Lifecycle
 

@@ -9,8 +9,6 @@ that all have decoded, to rounding, and nobody needs memory for the mean's error
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_cocod.comm.buckets import real
 from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.parts import How, MeanOfParts, Parts
 from lightning_cocod.comm.ring import IN_FLIGHT
 from lightning_cocod.compression import Codec, Identity, PowerSGD, as_compression
+from lightning_cocod.compression.seeds import seed_of
 
 
 class Codes(NamedTuple):
@@ -92,8 +92,7 @@ class Compression(How):
         if self.codec.stochastic:
             if values.device not in self._generators:
                 self._generators[values.device] = torch.Generator(values.device)
-            digest = hashlib.blake2b(struct.pack(f"{len(seed)}q", *seed), digest_size=7).digest()
-            generator = self._generators[values.device].manual_seed(int.from_bytes(digest, "big"))
+            generator = self._generators[values.device].manual_seed(seed_of(seed))
         self.codec.encode(values, code[: self.codec.nbytes(values.numel())], generator)
 
     def decode(self, code: Tensor, out: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ class CompressedMean(MeanOfParts, Collective):
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Every shard's code to its owner."""
-        part, world_size = _real(scratch), len(self._weights)
+        part, world_size = real(scratch), len(self._weights)
         codes = self._how.memory(bucket, part, world_size)
         for shard, (values, own) in enumerate(zip(self._shards(part), self._shards(codes.own), strict=True)):
             self._how.encode(values, codes.sent[shard], (self._step, bucket, shard), self._rank)
@@ -160,7 +159,7 @@ class CompressedMean(MeanOfParts, Collective):
             self._gathering.discard(bucket)
             return None
         self._gathering.add(bucket)
-        part = _real(scratch)
+        part = real(scratch)
         codes = self._how.memory(bucket, part, len(self._weights))
         mean, spare, own = (self._shards(t)[self._rank] for t in (part, codes.spare, codes.own))
         mean.zero_()
@@ -176,7 +175,7 @@ class CompressedMean(MeanOfParts, Collective):
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Decode the means of all shards."""
-        part = _real(scratch)
+        part = real(scratch)
         codes = self._how.memory(bucket, part, len(self._weights))
         for code, values in zip(codes.received, self._shards(part), strict=True):
             self._how.decode(code, values)
@@ -186,7 +185,3 @@ class CompressedMean(MeanOfParts, Collective):
     def _shards(self, flat: Tensor) -> list[Tensor]:
         size, n = shard_size(flat.numel(), len(self._weights)), flat.numel()
         return [flat[min(n, j * size) : min(n, (j + 1) * size)] for j in range(len(self._weights))]
-
-
-def _real(flat: Tensor) -> Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -57,11 +57,11 @@ class Reading:
     def since(self, begun: Reading) -> dict[str, float]:
         """``comm/…`` and ``throughput/…`` of the metric vocabulary over the time since another reading.
 
-        Without ``comm/hidden_fraction`` where nothing was communicated.
+        Without ``comm/hidden_fraction`` where nothing was communicated, and without samples where nobody counts them.
         """
         seconds, steps = self.seconds - begun.seconds, max(1, self.steps - begun.steps)
         spent, total = self.totals - begun.totals, self.totals
-        hidden = spent.hidden_fraction
+        hidden, counted = spent.hidden_fraction, self.samples > 0 and seconds > 0
         return {
             **({} if hidden is None else {"comm/hidden_fraction": hidden}),
             "comm/exposed_ms": 1e3 * spent.exposed / steps,
@@ -71,7 +71,7 @@ class Reading:
             "comm/received_bytes": float(total.received),
             "comm/compression_ratio": total.raw / total.sent if total.sent else 1.0,
             "throughput/step_ms": 1e3 * seconds / steps,
-            "throughput/samples_per_sec": (self.samples - begun.samples) / seconds if seconds > 0 else 0.0,
+            **({"throughput/samples_per_sec": (self.samples - begun.samples) / seconds} if counted else {}),
         }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import os
 import secrets
 import socket
 import time
@@ -27,6 +28,11 @@ TOKEN = 16
 """Bytes of a token."""
 _LOOK, _PART = 0.02, 0.5  # seconds between two looks into the store, and between two checks
 _GREETING = 10.0  # seconds in which somebody who has connected must have sent the token
+
+
+def gloo_encrypts() -> bool:
+    """Whether what Gloo sends is to be encrypted, which links are not."""
+    return os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"
 
 
 def meet(
@@ -57,7 +63,13 @@ def meet(
 
     Raises:
         PeerLost: one has not appeared, or cannot be reached; it is named.
+        RuntimeError: Gloo is told to encrypt.
     """
+    if gloo_encrypts():
+        raise RuntimeError(
+            f"GLOO_DEVICE_TRANSPORT=TCP_TLS, and {name} would send by links of its own that are not encrypted: "
+            "choose a strategy whose ranks are in step, or unset it where the network is trusted"
+        )
     deadline = time.monotonic() + timeout
     store = store.clone()
     number = store.add(f"lightning_cocod/{name}/meetings of rank {rank}", 1)  # the same on all: each counts its own

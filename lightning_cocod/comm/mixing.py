@@ -59,7 +59,7 @@ DIRECTED: dict[str, Callable[[int], tuple[Matrix, ...]]] = {
 def undirected(graph: Graph, n: int) -> tuple[Matrix, ...]:
     """W of a name or a user's matrix, in a cycle of one.
 
-    A matrix is looked at for itself where there is one worker, as where options are only looked at.
+    For one worker a matrix of any size is checked and then not used: options are looked at before the ranks are known.
 
     Raises:
         ValueError: an unknown name; not square, of another size than n, or with numbers that are not finite or less than 0;

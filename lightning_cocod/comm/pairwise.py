@@ -7,16 +7,15 @@ negative bit for bit: a pair's sum is conserved exactly, up to the rounding of t
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_cocod.comm.buckets import Buffer, Layout
+from lightning_cocod.comm.buckets import Buffer, Layout, real
 from lightning_cocod.compression import Codec
+from lightning_cocod.compression.seeds import seed_of
 
 
 class Wire(ABC):
@@ -116,8 +115,7 @@ class Coding:
         generator = None
         if self.codec.stochastic:
             generator = self._generators.setdefault(u.device, torch.Generator(u.device))
-            digest = hashlib.blake2b(struct.pack(f"{len(seed) + 2}q", self.seed, bucket, *seed), digest_size=7).digest()
-            generator.manual_seed(int.from_bytes(digest, "big"))
+            generator.manual_seed(seed_of((self.seed, bucket, *seed)))
         self.codec.encode(u, self.sent[bucket], generator)
 
     def decode(self, code: Tensor, scale: Tensor, out: Tensor) -> Tensor:
@@ -184,8 +182,3 @@ class Coded(Wire):
             real(mine).copy_(other.sub(own).mul_(0.5))
             real(base).add_(own.add_(other), alpha=0.5)
         self._exchanges += 1
-
-
-def real(flat: Tensor) -> Tensor:
-    """A view of a bucket as real numbers."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

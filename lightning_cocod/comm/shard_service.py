@@ -140,7 +140,7 @@ class ShardService:
         self._closing = True
 
     def close(self) -> None:
-        """Part: with a goodbye, or at once where communication has failed. Idempotent, and waits for nobody."""
+        """Part: with a goodbye, or at once where communication has failed. Idempotent, and waits for no peer."""
         well = self._closing and not self.comm.failed
         self._closing = True
         if self._worker is not None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
+from lightning_cocod.options import flag, whole
+
 _PREFIX = "lightning_cocod/shared epochs"
 _FEW = 2
 """Batches that a worker may always hold and not have begun."""
@@ -85,11 +87,10 @@ class SharedEpoch(Sampler[list[int]]):
         world_size: int | None = None,
         store: Store | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self._rank, self._world_size = rank, world_size
         self._order = _whole(samples, shuffle) if isinstance(samples, int) else samples
-        self.batch_size, self.drop_last, self.seed, self.ahead = batch_size, drop_last, seed, ahead
+        self.batch_size, self.drop_last = whole("batch_size", batch_size, least=1), flag("drop_last", drop_last)
+        self.seed, self.ahead = whole("seed", seed, least=0), whole("ahead", ahead, least=0)
         self._generators = list(generators)
         self._given_store = store
         self._join(_group_store())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 Note = dict[str, Any]
@@ -39,8 +40,9 @@ class Wishes:
     def granted(self, names: Iterable[str]) -> None:
         """All workers have met and seen to these wishes; what was said of them before is no wish any more."""
         with self._lock:
-            names = set(names)
-            self._own = [what for what in self._own if what not in names]
+            for what in (names := set(names)):
+                with suppress(ValueError):
+                    self._own.remove(what)  # in place: a signal handler may be adding another
             self._heard -= names
             self._met += 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_cocod.compression.seeds import seed_of
 from lightning_cocod.options import whole
 
 
@@ -50,8 +49,7 @@ class PowerSGD:
 
 def start_(Q: Tensor, seed: Sequence[int]) -> None:
     """Q ← random columns, the same wherever the seed is: numbers that are exact on every machine."""
-    digest = hashlib.blake2b(struct.pack(f"{len(seed)}q", *seed), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    generator = torch.Generator().manual_seed(seed_of(seed))
     Q.copy_(torch.rand(Q.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1))
     Q.div_(torch.linalg.vector_norm(Q, dim=0))
 

@@ -18,6 +18,8 @@ class APSGDStrategy(AsynchronousStrategy):
     Args:
         overlap: False waits for the server's parameters before the next forward.
         max_staleness: the most steps by which a rank may be ahead of the slowest since all last met; None for any.
+        elementwise: True says that the optimizer treats every element by itself although a trial says otherwise, as it does
+            of one whose steps are random (see ``SSGD``).
         **options: see ``AlgorithmStrategy``.
 
     Raises:
@@ -28,6 +30,13 @@ class APSGDStrategy(AsynchronousStrategy):
 
     registered_name: ClassVar[str] = APSGD.name
 
-    def __init__(self, *, overlap: bool = True, max_staleness: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        overlap: bool = True,
+        max_staleness: int | None = None,
+        elementwise: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        self.runs(APSGD, overlap=overlap, max_staleness=max_staleness)
+        self.runs(APSGD, overlap=overlap, max_staleness=max_staleness, elementwise=elementwise)

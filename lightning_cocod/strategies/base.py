@@ -104,8 +104,8 @@ class AlgorithmStrategy(DDPStrategy):
         start_method: str = "popen",
         **options: Any,
     ) -> None:
-        refusals.unknown_options(type(self).__name__, options)
-        refusals.start_method(start_method)
+        refusals.unknown_options(type(self), options)
+        choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         nonfinite(on_nonfinite)
         if inter_node is not None:
             raise ValueError(f"{type(self).__name__} has no period that inter_node could be another name of: leave it out")
@@ -145,9 +145,8 @@ class AlgorithmStrategy(DDPStrategy):
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
-        """The algorithm, and the options with which every fit makes it. Made for a single number, it looks at them now.
-
-        Without a period if it has no rounds.
+        """Say which algorithm every fit makes, and with which options. One is made for a model of one number now, so that
+        options that are out of range are refused at once. ``period`` is None for an algorithm without one.
 
         Raises:
             ValueError: an option out of range.
@@ -158,16 +157,16 @@ class AlgorithmStrategy(DDPStrategy):
         self._weights = positive(weights)  # how many there are to be is not known yet
         if self._weights is not None and self._batch_sizes == PROPORTIONAL:
             raise ValueError("with batch_sizes='proportional' the sizes are the weights: leave weights out")
-        if self._batch_sizes == PROPORTIONAL and not getattr(algorithm, "weighs_workers", True):
-            raise ValueError(f"{self.registered_name} weighs all workers alike: leave batch_sizes='proportional' out")
         x = torch.nn.ParameterList([torch.zeros(1)])
-        made = self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator(), **self._nodes(1))
+        made = self._make(x, torch.optim.SGD(x.parameters(), lr=0.0), communicator=Communicator.alone(), **self._nodes(1))
         self._asynchronous, self._outlives = made.asynchronous, made.comm.outlives
         if self._asynchronous and self._batch_sizes == PROPORTIONAL:
             raise ValueError(
                 f"batch_sizes='proportional' is for ranks in step; under {type(self).__name__} a faster rank trains on more "
                 "batches anyway: leave batch_sizes out"
             )
+        if self._batch_sizes == PROPORTIONAL and not made.weighs_workers:
+            raise ValueError(f"{self.registered_name} weighs all workers alike: leave batch_sizes='proportional' out")
 
     def _nodes(self, ranks_per_node: int) -> dict[str, Any]:
         """Which ranks share a node, where somebody wants to know."""
@@ -238,7 +237,7 @@ class AlgorithmStrategy(DDPStrategy):
             members=self._members if fitting else None,
         )
         self._communicator.outlives = self._outlives and fitting
-        self._communicator.needs_all(True)  # but while ranks are at different batches
+        self._communicator.needs_all(True)  # ranks are together: asynchronous ones take it back for their epochs
         if self._members is None or not fitting:
             self._communicator.start()  # here, not in setup: a peer that is lost is noticed, whatever is running
         else:
@@ -281,7 +280,7 @@ class AlgorithmStrategy(DDPStrategy):
             **self._nodes(self.num_processes),
         )
         refusals.scaler(self.precision_plugin, algorithm)
-        self._far_apart = FarApart()
+        self._far_apart, self._stepped = FarApart(), False
         if self._proportional is not None:
             algorithm.deterministic = False
             self._proportional.install(self._replaced)
@@ -401,6 +400,7 @@ class AlgorithmStrategy(DDPStrategy):
 
     def before_step(self, optimizer: Any) -> None:
         """Gradients are complete, and not yet clipped but in manual optimization."""
+        refusals.scaler(self.precision_plugin, self.algorithm)
         (self._in_shards or self.algorithm).before_step(users(optimizer))
 
     def after_batch(self) -> None:
@@ -473,6 +473,8 @@ class AlgorithmStrategy(DDPStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self._alone:
+            return tensor.unsqueeze(0)
         with self._named("a gathering"):
             return super().all_gather(tensor, group, sync_grads)
 

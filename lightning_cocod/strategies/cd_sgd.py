@@ -23,7 +23,8 @@ class CDSGDStrategy(AlgorithmStrategy):
         local_update: "sgd", "glu" beside SGD only, "dc_asgd", "dc_asgd_a", or an object such as ``GLU(alpha=1.0)``.
         warmup_steps: steps of S-SGD first, which push gradients whole.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
-        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
+        elementwise: True says that the optimizer treats every element by itself although a trial says otherwise, as it does
+            of one whose steps are random (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 

@@ -22,7 +22,8 @@ class CompSkipDSGDStrategy(AlgorithmStrategy):
         compression: codec of the ranks, or its name; a contraction (docs/compression.md); "sign" by default, None
             for whole values.
         server_compression: codec of the server, or its name.
-        worker_skip: when a rank does not send: n, to send in every n-th step, a probability, a rule or a function.
+        worker_skip: when a rank does not send: n, to send in every n-th step, a probability below 1 of leaving a step out, a
+            rule (``Randomly``, ``WhileSmall``) or a function; None or 0 to send always.
         server_skip: when the server does not.
         overlap: False pushes after backward: the same trajectory, nothing hidden.
         weights: of the ranks in every mean, in any scale. Equal by default.

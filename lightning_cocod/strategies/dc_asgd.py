@@ -18,6 +18,7 @@ class DCASGDStrategy(AsynchronousStrategy):
         epsilon: ε of the adaptive one.
         overlap: see ``APSGDStrategy``.
         max_staleness: see ``APSGDStrategy``.
+        elementwise: see ``APSGDStrategy``.
         **options: see ``AlgorithmStrategy``.
 
     Raises:
@@ -37,6 +38,7 @@ class DCASGDStrategy(AsynchronousStrategy):
         epsilon: float = 1e-7,
         overlap: bool = True,
         max_staleness: int | None = None,
+        elementwise: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -48,4 +50,5 @@ class DCASGDStrategy(AsynchronousStrategy):
             epsilon=epsilon,
             overlap=overlap,
             max_staleness=max_staleness,
+            elementwise=elementwise,
         )

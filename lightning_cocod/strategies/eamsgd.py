@@ -33,8 +33,8 @@ class EAMSGDStrategy(AsynchronousStrategy):
 
     def __init__(
         self,
-        *,
         period: int | Mapping[int, int] | When = 10,
+        *,
         alpha: float | None = None,
         overlap: bool = True,
         max_staleness: int | None = None,

@@ -45,13 +45,6 @@ def _text(algorithm: Algorithm, step: int, distance: float) -> str:
         f"the mean, and more than {FAR:.0%} in the message before. Either the ranks see different data (shuffle it before "
         "it is split), or "
     )
-    if not algorithm.has_rounds:
-        return (
-            far + "the learning rate is too high; the number does not tell which. More neighbours (graph=) help with both."
-        )
-    pulled = algorithm.name == "overlap_local_sgd"
-    pull = "raise pull" if pulled else "strategy='overlap_local_sgd' pulls the replicas together"
-    return far + (
-        f"rounds of {algorithm.rounds.length} steps are too long for the learning rate; the number does not tell which. "
-        f"Shorter rounds (period=) help with both, a lower rate with the latter; where the data has to differ, {pull}."
-    )
+    rounds = f"rounds of {algorithm.rounds.length} steps are too long for the learning rate"
+    why = rounds if algorithm.has_rounds else "the learning rate is too high"
+    return f"{far}{why}; the number does not tell which. {algorithm.brings_closer}."

@@ -17,7 +17,8 @@ class ODSGDStrategy(AlgorithmStrategy):
         local_update: "dc_asgd_a", "dc_asgd", "sgd", "glu" beside SGD only, or a ``DelayCompensation(lambda_0=1.0)``.
         warmup_steps: steps of S-SGD first.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
-        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
+        elementwise: True says that the optimizer treats every element by itself although a trial says otherwise, as it does
+            of one whose steps are random (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
@@ -15,7 +18,6 @@ from lightning_cocod.algorithms import Algorithm
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _KNOWN = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 _DDP_ONLY = {
     "find_unused_parameters": "parameters without a gradient are allowed anyway",
@@ -28,21 +30,24 @@ _DDP_ONLY = {
     "ddp_comm_hook": "there is no DDP reducer to hook into",
     "ddp_comm_wrapper": "there is no DDP reducer to hook into",
 }
+_OF_OTHERS = {
+    "compression": "it sends no codes; cocod, cd_sgd and dist_ef_sgd do",
+    "period": "it has no rounds of local steps",
+    "warmup_steps": "it has no synchronous steps to begin with",
+    "weights": "it weighs all ranks alike",
+}
 
 
-def unknown_options(strategy: str, options: Iterable[str]) -> None:
-    """Raises TypeError for an option that only DDP understands, or that nobody does."""
-    for name in options:
-        if name in _DDP_ONLY:
-            raise TypeError(f"{strategy} has no option {name}: {_DDP_ONLY[name]}; leave it out")
-    if unknown := sorted(set(options) - _KNOWN):
-        raise TypeError(f"{strategy} has no option {', '.join(unknown)}")
-
-
-def start_method(name: str) -> None:
-    """Raises ValueError unless ranks can be started that way."""
-    if name not in _START_METHODS:
-        raise ValueError(f"start_method must be one of {', '.join(_START_METHODS)}, got {name!r}")
+def unknown_options(strategy: type, options: Iterable[str]) -> None:
+    """Raises TypeError for an option that only DDP or another algorithm understands, or that nobody does."""
+    for name in sorted(set(options) - _KNOWN):
+        inits = [vars(cls)["__init__"] for cls in strategy.__mro__[: -len(DDPStrategy.__mro__)] if "__init__" in vars(cls)]
+        known = {option for init in inits for option in inspect.signature(init).parameters} - {"self", "options"} | _KNOWN
+        near = get_close_matches(name, known, 1)
+        way_out = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
+        if name in _DDP_ONLY | _OF_OTHERS:
+            way_out = f"{(_DDP_ONLY | _OF_OTHERS)[name]}; leave it out"
+        raise TypeError(f"{strategy.__name__} has no option {name}: {way_out}")
 
 
 def lazy_parameters(model: torch.nn.Module) -> None:
@@ -56,8 +61,8 @@ def lazy_parameters(model: torch.nn.Module) -> None:
 
 
 def scaler(precision: pl.plugins.Precision, algorithm: Algorithm) -> None:
-    """Raises MisconfigurationException where a step needs several ranks: scalers decide alone."""
-    if getattr(precision, "scaler", None) is not None and (together := algorithm.steps_together(0)) is not None:
+    """Raises MisconfigurationException where the next step needs several ranks: scalers decide alone."""
+    if getattr(precision, "scaler", None) is not None and (together := algorithm.steps_together(algorithm.t)) is not None:
         what, otherwise = together
         raise MisconfigurationException(
             f"{what} and precision='16-mixed' do not go together: each rank's gradient scaler decides on its own "

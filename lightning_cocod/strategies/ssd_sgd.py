@@ -23,7 +23,8 @@ class SSDSGDStrategy(AlgorithmStrategy):
         pre_refresh: "pull" or "every_step": of "glu".
         warmup_steps: steps of S-SGD first; the authors have 500.
         overlap: False waits for what is launched: the same trajectory, nothing hidden.
-        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
+        elementwise: True says that the optimizer treats every element by itself although a trial says otherwise, as it does
+            of one whose steps are random (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 
@@ -37,8 +38,8 @@ class SSDSGDStrategy(AlgorithmStrategy):
 
     def __init__(
         self,
-        *,
         period: int | Mapping[int, int] | When = 5,
+        *,
         local_update: str | LocalUpdate = "glu",
         scaling: Literal["plain", "paper"] = "plain",
         pre_refresh: Literal["pull", "every_step"] = "pull",

@@ -25,7 +25,8 @@ class SSGDStrategy(AlgorithmStrategy):
         overlap: False pushes after backward: the same trajectory, nothing hidden.
         overlap_pull: True lets the pull overlap what follows the step, callbacks and the next forward: whoever uses a
             parameter waits for it, which compiled modules cannot (see ``SSGD``). The same trajectory.
-        elementwise: True for optimizers that are so known to be, and would be refused when tried out (see ``SSGD``).
+        elementwise: True says that the optimizer treats every element by itself although a trial says otherwise, as it does
+            of one whose steps are random (see ``SSGD``).
         weights: of the ranks in every mean, in any scale. Equal by default.
         **options: see ``AlgorithmStrategy``.
 

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import WarningCache
 from typing_extensions import override
 
 from lightning_cocod.comm.ledger import Reading, Totals
+from lightning_cocod.options import whole
 from lightning_cocod.strategies import AlgorithmStrategy
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ class CommunicationMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = whole("every_n_steps", every_n_steps, least=1)
         self.summary: dict[str, float] = {}
         self._samples = 0
         self._steps = 0

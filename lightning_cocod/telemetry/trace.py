@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm import Communicator
+from lightning_cocod.options import whole
 from lightning_cocod.strategies import AlgorithmStrategy
 from lightning_cocod.telemetry import chrome
 from lightning_cocod.telemetry.chrome import Part
@@ -61,8 +62,8 @@ class CommunicationTrace(Callback):
         self.path = Path(path)
         if self.path.is_dir():
             raise ValueError(f"path must be that of the file to write, got the folder {self.path}")
-        self.rounds = _whole("rounds", rounds, 1)
-        self.start_step = _whole("start_step", start_step, 0)
+        self.rounds = whole("rounds", rounds, least=1)
+        self.start_step = whole("start_step", start_step, least=0)
         self._recording: Recording | None = None
 
     @contextmanager
@@ -171,9 +172,3 @@ def _write(path: Path, parts: list[Part]) -> bool:
         warnings.warn(f"the trace could not be written: {error}", stacklevel=2)
         return False
     return True
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value

@@ -142,12 +142,17 @@ def begin(host: Host) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a run."""
     default = Plan("", (), 0, 0)
-    parser = argparse.ArgumentParser("cocod-bench", description="How fast strategies train, in one run and interleaved.")
+    parser = argparse.ArgumentParser(
+        "cocod-bench",
+        description="How fast strategies train, in one run and interleaved.",
+        epilog="cocod-bench report FOLDER ... --out FOLDER: several runs in one table, and plots.",
+    )
     add = parser.add_argument
     add("--workload", choices=WORK, default="resnet18", help="what is trained (%(default)s)")
-    add("--contenders", metavar="A,B", help=f"who trains: all, or of {', '.join(contenders())} (no neighbours but ddp)")
-    add("--period", type=int, help="steps of a round")
-    add("--batch-size", type=int, help="samples of a rank in a step")
+    names = ", ".join(contenders())
+    add("--contenders", metavar="A,B", help=f"all, or of {names} (by default none, transport, bare, ddp, this package)")
+    add("--period", type=int, help="steps of a round (of the workload; mostly 8)")
+    add("--batch-size", type=int, help="samples of a rank in a step (of the workload; mostly 16)")
     add("--ranks", type=int, default=2, help="to start here, where no launcher has started them (%(default)s)")
     add("--rounds", type=int, default=default.rounds, help="measured in each repeat (%(default)s)")
     add("--warmup", type=int, default=default.warmup, metavar="ROUNDS", help="before measuring begins (%(default)s)")
