@@ -17,6 +17,8 @@ goes to `cocod-bench` (see its ``--help``).
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,6 +46,11 @@ def measure(lab: Ranks, rate: float | None, options: Sequence[str], out: Path) -
         return max(abs(process.wait()) for process in ranks)
 
 
+def by_rate(run: Path) -> tuple[float, str]:
+    """The order of runs in a table."""
+    return json.loads((run / "run.json").read_text())["link_rate"] or math.inf, run.name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rates", default="200", metavar="MBIT,...", help="of the links; none is no limit (200)")
@@ -62,7 +69,7 @@ def main() -> None:
             kind = [word for word in (f"{ranks}x", "loopback" if options.loopback else "", *others) if word]
             name = "-".join([f"{rate:g}" if rate else "none", *(word.strip("-") for word in kind)]).replace("/", "_")
             worst = max(worst, measure(lab, rate, others, options.out / name))
-        if runs := sorted(str(file.parent) for file in options.out.glob("*/run.json")):
+        if runs := sorted((file.parent for file in options.out.glob("*/run.json")), key=by_rate):
             worst = max(worst, subprocess.run([*BENCH, "report", *runs, "--out", str(options.out)]).returncode)
     sys.exit(worst)
 

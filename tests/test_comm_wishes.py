@@ -20,3 +20,10 @@ def test_the_list_that_a_signal_handler_may_be_adding_to_is_kept():
     wishes.granted(["checkpoint"])
     looked_up.append("stop")
     assert wishes.wishes == ("stop",)
+
+
+def test_a_wish_that_two_handlers_have_added_is_granted_as_one():
+    wishes = Wishes()
+    wishes._own += ["stop", "stop"]  # neither has seen the other's
+    wishes.granted(["stop"])
+    assert wishes.wishes == ()

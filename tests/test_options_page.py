@@ -1,12 +1,15 @@
 """docs/options.md says which strategy takes what; here it is asked."""
 
 import inspect
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from support.ranks import run_ranks
 from torch import nn
 
+import lightning_cocod
 from lightning_cocod import algorithms
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.strategies import STRATEGIES
@@ -70,3 +73,26 @@ def test_defaults_are_the_same_for_strategy_and_algorithm(name):
     strategy, algorithm = (inspect.signature(kind).parameters for kind in (BY_NAME[name], ALGORITHMS[name]))
     both = set(strategy) & set(algorithm) - {"options", "shared"}
     assert {o: strategy[o].default for o in both} == {o: algorithm[o].default for o in both}
+
+
+def loop_of_the_page(rank, world, folder, parts):
+    """The plain loop of the page, with so many batches in each of its runs: where it ends."""
+    block = PAGE.read_text().split("```python\n")[1].split("```")[0]
+    draw = torch.Generator().manual_seed(rank)
+    data = [(torch.randn(16, 4, generator=draw), torch.randn(16, 1, generator=draw)) for _ in range(sum(parts))]
+    given = {"lightning_cocod": lightning_cocod, "os": os, "torch": torch, "loss": nn.functional.mse_loss}
+    for part in parts:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batches, data = data[:part], data[part:]
+        path = f"{folder}/{parts}, rank {rank}.pt"
+        exec(block, {**given, "model": model, "optimizer": optimizer, "batches": batches, "path": path})
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_loop_of_the_page_goes_on_where_it_was(tmp_path):
+    whole, parts = (run_ranks(loop_of_the_page, 2, tmp_path, parts) for parts in ([11], [6, 5]))
+    assert torch.equal(whole[0], whole[1])
+    assert all(torch.equal(whole[0], end) for end in parts)
+    assert not torch.equal(whole[0], run_ranks(loop_of_the_page, 2, tmp_path, [10])[0])

@@ -736,7 +736,7 @@ class Hasty(L.Callback):
     """A loader that has drawn further ahead than it says."""
 
     def on_train_start(self, trainer, module):
-        trainer.strategy._proportional._ahead = -1
+        trainer.strategy._sizes._ahead = -1
 
 
 class Two(Recorder):

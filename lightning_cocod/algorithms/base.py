@@ -263,7 +263,7 @@ class Algorithm:
         if not self.may_skip_steps:
             return self.name, ""
         if self.when.synchronous(t):
-            return "warmup_steps", " or warmup_steps=0"
+            return "synchronous steps (warmup_steps)", " or none of them"
         if self.node is not None and self.node.every == 1:
             return "intra_node=1", " or intra_node=2"
         return None

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
+from lightning_cocod.comm.errors import in_one_line
+
 _SHAPE, _STEPS = (4, 6), 3
 WHOLE = "needs whole tensors, and a sharded server has parts of them"
 
@@ -27,7 +29,7 @@ def refusal(optimizer: Optimizer, *, elementwise: bool = False) -> str | None:
         try:
             whole, state = _stepped(optimizer, group, m, g)
         except Exception as error:  # whatever it is
-            return f"cannot step a matrix beside the model ({type(error).__name__}: {error})"
+            return f"cannot step a matrix beside the model ({in_one_line(error)})"
         if torch.equal(whole, m):
             return "moves nothing when its class is tried out beside the model, as one around another optimizer"
         for p, values in state.items():
@@ -42,7 +44,7 @@ def refusal(optimizer: Optimizer, *, elementwise: bool = False) -> str | None:
             rows, of_rows = m.view(2, -1), g.view(_STEPS, 2, -1)
             halves = [_stepped(optimizer, group, rows[i], of_rows[:, i])[0] for i in range(2)]
         except Exception as error:  # whatever it is that it does not like about a vector
-            return f"{WHOLE} ({type(error).__name__}: {error})"
+            return f"{WHOLE} ({in_one_line(error)})"
         if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
             return WHOLE
     return None

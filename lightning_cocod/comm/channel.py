@@ -231,6 +231,7 @@ class Channel:
 
     def _carry_out(self, errand: Errand) -> None:
         operation, report = errand.operation, errand.report
+        self._look(errand)
         header = self._header(errand)
         report.listening = time.perf_counter()
         self._announce(errand, header)
@@ -239,21 +240,24 @@ class Channel:
         with errand.tracer.span("transfer", message=str(errand.subject)):
             waits = self._run(errand)
         if (late := operation.late_flags()) is not None:
-            headers = self._announce(errand, replace(header, flags=late))
-            report.lacking = any(theirs.flags & LACKING for theirs in headers)
+            self._announce(errand, replace(header, flags=late))
             if report.left_out:
                 self._run(errand)
         arrived = self.lane.mark()
-        report.numbers = self._numbers(errand)
+        numbers = self._numbers(errand)
         report.arrived = self.lane.mark()
+        report.numbers = numbers  # last: whoever sees them reads the mark as well
         self._account(errand, (begun, arrived), waits)
+
+    def _look(self, errand: Errand) -> None:
+        """Whether what this rank sends is finite, unless somebody has said so."""
+        if errand.fit is None:
+            with errand.tracer.span("look"):
+                errand.size = errand.operation.size() if errand.size is None else errand.size
+                errand.fit = errand.operation.is_finite(errand.size)
 
     def _header(self, errand: Errand) -> Header:
         subject, operation = errand.subject, errand.operation
-        if errand.fit is None:
-            with errand.tracer.span("look"):
-                errand.size = operation.size() if errand.size is None else errand.size
-                errand.fit = operation.is_finite(errand.size)
         return Header(
             subject.algorithm,
             subject.kind,
@@ -266,7 +270,7 @@ class Channel:
             errand.pace,
         )
 
-    def _announce(self, errand: Errand, header: Header) -> list[Header]:
+    def _announce(self, errand: Errand, header: Header) -> None:
         """Compare headers. Whoever is not finite is left out of what follows, or ends it."""
         subject, report = errand.subject, errand.report
         with errand.tracer.span("headers", message=str(subject)):
@@ -275,11 +279,11 @@ class Channel:
         for rank, theirs in zip(self.ranks, headers, strict=False):
             self._home.samples_heard[rank] = theirs.samples
         report.paces = [theirs.pace for theirs in headers]
+        report.lacking = any(theirs.flags & LACKING for theirs in headers)
         report.left_out = unfit(headers, self.ranks, skip=subject.skip)
         if report.left_out:
             weights = [subject.weight(rank, report.left_out) for rank in range(self.world_size)]
             errand.operation.weigh(self.rank, weights)
-        return headers
 
     def _run(self, errand: Errand) -> list[Wait]:
         errand.runs += 1

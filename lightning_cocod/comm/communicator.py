@@ -61,7 +61,7 @@ class Communicator(Group):
         members: of a run that this rank waits to be let in to; see ``comm.joining.join``.
 
     Raises:
-        ValueError: a time that is not positive.
+        ValueError: a time that is not positive and finite.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 Note = dict[str, Any]
@@ -41,7 +40,7 @@ class Wishes:
         """All workers have met and seen to these wishes; what was said of them before is no wish any more."""
         with self._lock:
             for what in (names := set(names)):
-                with suppress(ValueError):
+                while what in self._own:
                     self._own.remove(what)  # in place: a signal handler may be adding another
             self._heard -= names
             self._met += 1

@@ -36,13 +36,14 @@ from lightning_cocod.comm.joining import join_again
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.members import Members
 from lightning_cocod.strategies import calendar, own_state, parts, refusals
+from lightning_cocod.strategies.batch_sizes import BatchSizes
 from lightning_cocod.strategies.checkpoint_io import WholeFileIO
 from lightning_cocod.strategies.checkpoints import Checkpoints
 from lightning_cocod.strategies.continuing import continuing
 from lightning_cocod.strategies.far_apart import FarApart
 from lightning_cocod.strategies.leaving import IN_ORDER, Launcher, LeaveFirst, conceal_ends, refuse_success, shorten, show
 from lightning_cocod.strategies.own_state import OwnState
-from lightning_cocod.strategies.proportional import EQUAL, PROPORTIONAL, WHOLE_SET, Proportional, is_mean
+from lightning_cocod.strategies.proportional import EQUAL, PROPORTIONAL, Proportional
 from lightning_cocod.strategies.quiet import QuietLoop, sigterm_without_broadcast
 from lightning_cocod.strategies.randomness import random_state, set_random_state
 from lightning_cocod.strategies.rendezvous import check_master, join_afresh, joining, store_outlives_ranks
@@ -125,8 +126,8 @@ class AlgorithmStrategy(DDPStrategy):
         self._algorithm: Algorithm | None = None
         self._steppers: dict[Optimizer, Stepper] = {}
         self._quiet: QuietLoop | None = None
-        self._far_apart: FarApart | None = None
-        self._proportional: Proportional | None = None
+        self._far_apart = FarApart()
+        self._sizes = BatchSizes()  # in a fit others, if batch_sizes says so
         self._in_shards: ShardGradients | None = None
         self._stepped = False
         self._members: Members | None = None  # of a run that waits to be joined
@@ -187,8 +188,7 @@ class AlgorithmStrategy(DDPStrategy):
 
     def metrics(self, since: Reading | None = None) -> dict[str, float]:
         """The metric vocabulary, see ``Algorithm.metrics``."""
-        sizes = {} if self._proportional is None else self._proportional.metrics()
-        return {**self.algorithm.metrics(since), **sizes}
+        return {**self.algorithm.metrics(since), **self._sizes.metrics()}
 
     # Start and end
 
@@ -250,7 +250,7 @@ class AlgorithmStrategy(DDPStrategy):
         )
         self._ending, self._alone = None, False
         if self._batch_sizes == PROPORTIONAL and self.world_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            self._proportional = Proportional(trainer, self._communicator)
+            self._sizes = Proportional(trainer, self._communicator)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Trainer.__init__
         self._replaced.inserted(callbacks, 0, LeaveFirst(self))
 
@@ -281,9 +281,7 @@ class AlgorithmStrategy(DDPStrategy):
         )
         refusals.scaler(self.precision_plugin, algorithm)
         self._far_apart, self._stepped = FarApart(), False
-        if self._proportional is not None:
-            algorithm.deterministic = False
-            self._proportional.install(self._replaced)
+        self._sizes.install(algorithm, self._replaced)
         assert self.lightning_module is not None
         clipped_first = algorithm.sends_own_gradients and clips(trainer)  # so they are not complete after backward
         algorithm.one_backward_a_step = self.lightning_module.automatic_optimization and not clipped_first
@@ -311,8 +309,7 @@ class AlgorithmStrategy(DDPStrategy):
         # counter lacks the step in which a checkpoint was saved.
         automatic = self.lightning_module.automatic_optimization
         self.algorithm.t = loop.epoch_loop.global_step if automatic else loop.epoch_loop._batches_that_stepped
-        if self._proportional is not None:
-            self._proportional.on_train_start()
+        self._sizes.on_train_start()
         self.algorithm.start(broadcast=False)  # done in configure_ddp
         if self._resumed is not None:
             self._resumed.continue_(self.lightning_module.trainer, self.algorithm, self.root_device)
@@ -332,7 +329,7 @@ class AlgorithmStrategy(DDPStrategy):
         if self._algorithm is not None:
             self._algorithm.release()
         self._communicator, self._algorithm, self._quiet, self._steppers, self._resumed = None, None, None, {}, None
-        self._proportional, self._in_shards = None, None
+        self._sizes, self._in_shards = BatchSizes(), None
         try:
             if communicator is not None:
                 communicator.close()  # raises if a peer was lost unnoticed
@@ -372,8 +369,7 @@ class AlgorithmStrategy(DDPStrategy):
 
     def before_batch(self, batch_idx: int) -> None:
         """Every batch, before all hooks of the user's."""
-        if self._proportional is not None:
-            self._proportional.on_batch_start(self.algorithm, batch_idx)
+        self._sizes.on_batch_start(self.algorithm, batch_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -413,14 +409,10 @@ class AlgorithmStrategy(DDPStrategy):
     def _after_step(self) -> None:
         assert self._quiet is not None
         self._stepped = False
-        if self._proportional is None:
-            self.algorithm.after_step()
-        else:
-            self._proportional.before_verb()
-            self.algorithm.after_step()
-            self._proportional.after_step()
-        if self._far_apart is not None:
-            self._far_apart.after_step(self.algorithm)
+        self._sizes.before_verb()
+        self.algorithm.after_step()
+        self._sizes.after_step()
+        self._far_apart.after_step(self.algorithm)
         self._quiet.on_step(self.algorithm.t)
 
     @override
@@ -467,9 +459,7 @@ class AlgorithmStrategy(DDPStrategy):
         if self._quiet is not None and self.world_size > 1:
             self._quiet.on_reduction()
         with self._named("a reduction"):
-            if self._proportional is not None and group is None and is_mean(reduce_op) and isinstance(tensor, Tensor):
-                return self._proportional.mean(tensor, partial(super().reduce, reduce_op="sum"))
-            return super().reduce(tensor, group, reduce_op)
+            return self._sizes.reduce(tensor, group, reduce_op, super().reduce)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -481,20 +471,15 @@ class AlgorithmStrategy(DDPStrategy):
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """Lightning's collectives fail with the transport's words when a peer is lost; this one says which."""
-        apart = nullcontext() if self._proportional is None else self._proportional.speedometer.apart()
-        with apart, nullcontext() if self._communicator is None else self._communicator.named(what):
+        with self._sizes.apart(), nullcontext() if self._communicator is None else self._communicator.named(what):
             yield
-
-    def _interrupt(self) -> None:
-        if self._proportional is not None:
-            self._proportional.speedometer.interrupt()
 
     # Evaluation and checkpoints see the consensus model
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The consensus model in place and the random state set aside; on leaving, training is exactly where it was."""
-        self._interrupt()
+        self._sizes.interrupt()
         self._training_random = random_state(self.root_device)
         try:
             with self.algorithm.consensus():
@@ -522,7 +507,7 @@ class AlgorithmStrategy(DDPStrategy):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """The consensus model in place, or this rank's replica once communication has failed."""
-        self._interrupt()
+        self._sizes.interrupt()
         if self.algorithm.comm.failed:
             rank_zero_warn("Communication has failed: the state is that of this rank's replica, not the consensus model's.")
             yield
@@ -560,8 +545,7 @@ class AlgorithmStrategy(DDPStrategy):
         randomness = self._training_random or random_state(self.root_device)
         seed = self.distributed_sampler_kwargs["seed"]
         part = own_state.take(self.lightning_module.trainer, self._algorithm, checkpoint, randomness, seed)
-        if self._proportional is not None:
-            part["batch_sizes"] = self._proportional.state_dict()
+        part["batch_sizes"] = self._sizes.state_dict()
         self._checkpoints.save(checkpoint, part, filepath, write)
 
     @override
@@ -577,8 +561,7 @@ class AlgorithmStrategy(DDPStrategy):
             if self._resumed is not None:
                 self._resumed.merge_into(checkpoint)
                 self._sampler_seed = self._resumed.sampler_seed
-                if self._proportional is not None and self._resumed.batch_sizes is not None:
-                    self._proportional.load_state_dict(self._resumed.batch_sizes)
+                self._sizes.load_state_dict(self._resumed.batch_sizes)
         return checkpoint
 
     @property
@@ -587,10 +570,8 @@ class AlgorithmStrategy(DDPStrategy):
         """With the seed that Lightning would choose at first; in a resumed run, with that of the run it belongs to."""
         if self._sampler_seed is None:
             self._sampler_seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        kwargs = {**super().distributed_sampler_kwargs, "seed": self._sampler_seed}
-        if self._proportional is not None and self._in_training:
-            kwargs.update(WHOLE_SET)
-        return kwargs
+        of_sizes = self._sizes.sampler_kwargs() if self._in_training else {}
+        return {**super().distributed_sampler_kwargs, "seed": self._sampler_seed, **of_sizes}
 
     @property
     def _in_training(self) -> bool:
@@ -610,8 +591,8 @@ class AlgorithmStrategy(DDPStrategy):
             return dataloader
         resumed = self._resumed if trainer.training else None  # validation begins at the beginning, and draws nothing before
         position = None if resumed is None else resumed.next_position()
-        if self._proportional is not None and trainer.training:
-            self._proportional.cut(dataloader, position, self.broadcast)
+        if trainer.training:
+            self._sizes.cut(dataloader, position, self.broadcast)
         return continuing(dataloader, self.root_device, position)
 
     # Names

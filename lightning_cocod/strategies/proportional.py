@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,11 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
 
 from lightning_cocod.algorithms import Algorithm
 from lightning_cocod.comm import Communicator, Pace
+from lightning_cocod.strategies.batch_sizes import BatchSizes
 from lightning_cocod.strategies.continuing import Position
 from lightning_cocod.strategies.replaced import Replaced
 from lightning_cocod.strategies.shared_batches import Place, SharedBatches
@@ -34,9 +37,10 @@ _log = logging.getLogger(__name__)
 EQUAL, PROPORTIONAL = "equal", "proportional"
 WHOLE_SET = {"num_replicas": 1, "rank": 0}
 """Of the sampler that Lightning inserts into the loader of training: the order of all samples, the same on every rank."""
+_MEANS = ("mean", "avg", torch.distributed.ReduceOp.AVG)
 
 
-class Proportional:
+class Proportional(BatchSizes):
     """The sizes of all ranks' batches in one fit.
 
     Args:
@@ -58,6 +62,7 @@ class Proportional:
 
     # The loader
 
+    @override
     def cut(self, loader: Any, position: Position | None, same: Callable[[Any], Any]) -> None:
         """The loader's batches become this rank's shares.
 
@@ -97,8 +102,15 @@ class Proportional:
 
     # The calendar
 
-    def install(self, replaced: Replaced) -> None:
+    @override
+    def sampler_kwargs(self) -> dict[str, Any]:
+        """The order of all samples, the same on every rank."""
+        return WHOLE_SET
+
+    @override
+    def install(self, algorithm: Algorithm, replaced: Replaced) -> None:
         """Know where a batch of training ends."""
+        algorithm.deterministic = False
         loop = self._trainer.fit_loop.epoch_loop
         advance = loop.advance
 
@@ -110,6 +122,7 @@ class Proportional:
 
         replaced.method(loop, "advance", advance_and_forget)
 
+    @override
     def on_train_start(self) -> None:
         """Before the first batch.
 
@@ -121,6 +134,7 @@ class Proportional:
         if loaders != 1 or isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise _refusal("one DataLoader for training, whose batches training_step is given")
 
+    @override
     def on_batch_start(self, algorithm: Algorithm, batch_idx: int) -> None:
         """A batch begins."""
         assert self._batches is not None
@@ -135,10 +149,12 @@ class Proportional:
             self.speedometer.interrupt()
         self.speedometer.begin(self._now[rank], self._size)
 
+    @override
     def before_verb(self) -> None:
         """Whatever is sent from here on tells this rank's pace."""
         self._comm.pace = Pace(self._weighed, self.speedometer.speed)
 
+    @override
     def after_step(self) -> None:
         """Where speeds have been heard, decide.
 
@@ -170,28 +186,41 @@ class Proportional:
 
     # What else depends on the sizes
 
-    def mean(self, tensor: Tensor, total: Callable[[Tensor], Any]) -> Any:
-        """Over the ranks: inside a batch weighted by the samples that each has of it.
+    @override
+    def apart(self) -> AbstractContextManager[None]:
+        """Time that is not this rank's own."""
+        return self.speedometer.apart()
 
-        Args:
-            tensor: this rank's.
-            total: adds a tensor up over the ranks.
-        """
+    @override
+    def interrupt(self) -> None:
+        """The batch under way is not timed."""
+        self.speedometer.interrupt()
+
+    @override
+    def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Callable[..., Any]) -> Any:
+        """A mean over the ranks is, inside a batch, weighted by the samples that each has of it."""
+        if group is not None or reduce_op not in _MEANS or not isinstance(tensor, Tensor):
+            return reduction(tensor, group, reduce_op)
         if self._now is not None:
-            return total(tensor * (self._now[self._comm.rank] / sum(self._now)))
-        return total(tensor) / self._comm.world_size  # of counts too, which Lightning's own mean rounds down
+            return reduction(tensor * (self._now[self._comm.rank] / sum(self._now)), None, "sum")
+        total = reduction(tensor, None, "sum")
+        return total / self._comm.world_size  # of counts too, which Lightning's own mean rounds down
 
+    @override
     def metrics(self) -> dict[str, float]:
         """The size of this rank's batches."""
         return {"algo/batch_size": float(self._size)}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues with."""
         return {**({} if self._plan is None else self._plan.state_dict()), "weighed": self._weighed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @override
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Before the loader is cut."""
-        self._plan, self._weighed = Plan(state["changes"]), state["weighed"]
+        if state is not None:
+            self._plan, self._weighed = Plan(state["changes"]), state["weighed"]
 
     def _waited(self) -> float:
         totals = self._comm.ledger.totals()
@@ -210,8 +239,3 @@ def _refuse(loader: Any) -> None:
 
 def _refusal(needs: str) -> MisconfigurationException:
     return MisconfigurationException(f"batch_sizes='{PROPORTIONAL}' needs {needs}; use batch_sizes='{EQUAL}'")
-
-
-def is_mean(reduce_op: Any) -> bool:
-    """Whether a reduction that Lightning is asked for is a mean."""
-    return reduce_op in ("mean", "avg", torch.distributed.ReduceOp.AVG)

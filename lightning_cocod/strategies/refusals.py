@@ -32,8 +32,8 @@ _DDP_ONLY = {
 }
 _OF_OTHERS = {
     "compression": "it sends no codes; cocod, cd_sgd and dist_ef_sgd do",
-    "period": "it has no rounds of local steps",
-    "warmup_steps": "it has no synchronous steps to begin with",
+    "period": "it has no rounds of local steps (ad_psgd has every=, sgp has delay=)",
+    "warmup_steps": "it never goes over from synchronous steps to others",
     "weights": "it weighs all ranks alike",
 }
 
