@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from support import pool
 from support.faults import not_in_shared_memory
-from support.ranks import RankDied, RankFailed, RankTimeout, run_ranks, run_ranks_raw
+from support.ranks import RankDied, RankFailed, RankTimeout, free_port, run_ranks, run_ranks_raw
 
 pytestmark = pytest.mark.timeout(120)
 FOREVER = 3600
@@ -101,13 +101,15 @@ def surroundings(rank, world_size):
     return [os.environ.get(name) for name in names], os.getcwd()
 
 
-def makes_world_twice(rank, world_size):
+def makes_worlds(rank, world_size, ports):
+    """Each at a port of its own: rank 1 would find the store of the last one, where rank 0 has yet to close it."""
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     assert TorchElasticEnvironment.detect()
     assert not dist.is_initialized()
     totals = []
-    for _ in range(2):
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
         dist.init_process_group("gloo")
         totals.append(gathered(rank, world_size, torch.ones(()))[2].item())
         dist.barrier()
@@ -159,7 +161,7 @@ def test_surroundings_come_from_the_test_and_do_not_leak(tmp_path, monkeypatch):
 
 
 def test_without_a_world_group_the_function_can_make_its_own():
-    assert run_ranks(makes_world_twice, 2, init=False) == [[3.0, 3.0], [3.0, 3.0]]
+    assert run_ranks(makes_worlds, 2, [free_port(), free_port()], init=False) == [[3.0, 3.0], [3.0, 3.0]]
 
 
 def test_an_exception_is_reported_with_its_traceback_and_the_workers_stay():
