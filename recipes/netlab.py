@@ -13,7 +13,8 @@ sends and ``down`` what it receives; each has a queue of 100 ms, and 10 ms' wort
 Latency is left out: a link delays by its rate and its queue only, as the kernels this runs on lack ``netem``. TCP retries at
 growing intervals, so after an outage traffic goes on up to as long again as the outage has lasted.
 
-The ranks share the machine in all but the network: CPUs, files, the table of processes. CoCoD ends a rank that is cut off
+The ranks share the machine in all but the network: CPUs, files, the table of processes. Each computes with its share of the
+CPUs (``OMP_NUM_THREADS``, if you have not set it). CoCoD ends a rank that is cut off
 for longer than its ``timeout`` as a silent process of its own host. Where that matters, give each rank a table of its own:
 ``-- unshare --pid --fork --kill-child --mount-proc python train.py``.
 
@@ -25,6 +26,7 @@ up their names, and W&B must be offline.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -152,10 +154,15 @@ def echo(rank: int, process: subprocess.Popen[str]) -> threading.Thread:
     return thread
 
 
+def threads(ranks: int) -> str:
+    """With how many threads each rank computes, unless the user has said so: every rank takes all CPUs for its own."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
 def supervise(lab: Ranks, events: Sequence[Event], command: Sequence[str]) -> int:
     """Run the command on all ranks while the events happen; the worst rank's exit code."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "errors": "replace"}
-    processes = lab.run(command, env={"PYTHONUNBUFFERED": "1"}, **pipes)
+    processes = lab.run(command, env={"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads(lab.ranks)}, **pipes)
     begun, to_come = time.monotonic(), list(events)
     copies = [echo(rank, process) for rank, process in enumerate(processes)]
     while any(process.poll() is None for process in processes):

@@ -105,6 +105,14 @@ def test_a_wrong_command_line_says_what_is_wrong(line, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_ranks_compute_with_their_share_of_the_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [netlab.threads(ranks) for ranks in (1, 3, 16)] == ["8", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert netlab.threads(16) == "3"
+
+
 def test_a_rank_is_told_what_lightning_and_torch_read():
     told = Lab([Link()] * 3).environment(2, 29500)
     assert [told[name] for name in ("MASTER_ADDR", "MASTER_PORT")] == ["10.77.0.1", "29500"]
