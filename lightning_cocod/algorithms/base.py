@@ -152,9 +152,10 @@ class Algorithm:
         self.x = self._parameters()
         """The parameters, in the order in which they travel."""
         times = {"timeout": timeout, "process_group_timeout": process_group_timeout, "connect_timeout": connect_timeout}
-        self.comm = communicator or _communicator(_device_of(self.x), times)
-        if communicator is not None and (beside := [name for name, value in times.items() if value is not None]):
-            raise ValueError(f"{beside[0]} is the communicator's: give it to that, or leave communicator out")
+        self.comm = _communicator(_device_of(self.x), times) if communicator is None else communicator
+        for name, value in times.items():
+            if communicator is not None and value is not None:
+                raise ValueError(f"{name} is the communicator's: give it to that, or leave communicator out")
         if not self.has_rounds and intra_node is not None:
             raise ValueError(f"{self.name} has no rounds at whose ends all workers average: leave intra_node out")
         if inter_node is not None:
