@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_cocod.comm.link import memory_of
-from lightning_cocod.comm.norms import norms, total
+from lightning_cocod.comm.norms import RunningNorm
 
 BUCKET_BYTES = 2 << 20
 """To hand a bucket over costs the same whatever its size; what is larger than a core's cache is slower to work on. With
 4 MiB steps of ``ssgd`` over 200 Mbit/s are a tenth longer, with 1 MiB those over a loopback a twentieth."""
+_MANY = 128  # buckets of that size. Of more, each is twice as large: they weigh as little beside all of them
 _FEW = 8  # parts of every bucket of a buffer, whose views take next to no memory beside it
 
 
@@ -109,7 +110,7 @@ class Layout:
 
     Args:
         tensors: what travels. Dense tensors are cut anywhere; a tensor with gaps in its memory stays in one piece.
-        cap: the most bytes of a bucket as its values are summed (``summed_in``); ``BUCKET_BYTES`` by default.
+        cap: the most bytes of a bucket as its values are summed (``summed_in``); ``BUCKET_BYTES`` by default, or twice that.
         apart: a label for each tensor; those of different labels share no bucket. One label by default.
         multiple: of which the number of elements of each bucket is one; the rest is padding, zero in buffers.
 
@@ -127,9 +128,9 @@ class Layout:
         apart: Sequence[int] | None = None,
         multiple: int = 1,
     ) -> None:
-        cap = cap or BUCKET_BYTES
         self.nbytes = sum(t.numel() * t.element_size() for t in tensors)
         self.summed_nbytes = sum(t.numel() * summed_in(t.dtype).itemsize for t in tensors)
+        cap = cap or BUCKET_BYTES * (2 if self.summed_nbytes > _MANY * BUCKET_BYTES else 1)
         self._kinds: list[tuple[torch.dtype, torch.device]] = []
         self._sizes: list[int] = []
         self._pieces: list[list[Piece]] = []
@@ -341,21 +342,21 @@ class Buffer:
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
         """buffer ← tensors. Returns its norm."""
-        sizes = []
+        size = RunningNorm()
         for buckets, views, pieces in self._spans(tensors):
             torch._foreach_copy_(views, pieces)
-            sizes += norms(buckets)
-        return total(sizes)
+            size.add(buckets)
+        return size.value()
 
     @torch.no_grad()
     def fold(self, tensors: Sequence[Tensor]) -> Tensor:
         """tensors ← tensors + buffer; buffer ← tensors. Returns its norm. One pass over memory in place of three."""
-        sizes = []
+        size = RunningNorm()
         for buckets, views, pieces in self._spans(tensors):
             torch._foreach_add_(pieces, views)
             torch._foreach_copy_(views, pieces)
-            sizes += norms(buckets)
-        return total(sizes)
+            size.add(buckets)
+        return size.value()
 
 
 def real(flat: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
-from lightning_cocod.comm.norms import norms
 from lightning_cocod.comm.parts import fingerprint
 from lightning_cocod.comm.ring import IN_FLIGHT, Leg
 from lightning_cocod.comm.shards import Push, Rows, order_of_sum
@@ -159,7 +158,7 @@ class CodedPush(Push):
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """Nothing: p is where it is."""
-        self._sizes += norms([self._p[bucket]])
+        self._size.add([self._p[bucket]])
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard's code to its owner, once it is known who sends."""

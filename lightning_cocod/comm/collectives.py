@@ -20,7 +20,7 @@ from lightning_cocod.comm.buckets import Layout
 from lightning_cocod.comm.cargo import Cargo
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
-from lightning_cocod.comm.norms import finite, norm, norms, total
+from lightning_cocod.comm.norms import RunningNorm, finite, norm
 from lightning_cocod.comm.ring import Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
 
@@ -202,7 +202,7 @@ class Mean(_InPlace, AllReduce):
     def __init__(self, tensors: Sequence[Tensor], layout: Layout, weight: float, *, measured: bool = False) -> None:
         super().__init__(tensors, layout)
         self.weight = weight
-        self._distances: list[Tensor] | None = [] if measured else None
+        self._distance = RunningNorm() if measured else None
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i x_i."""
@@ -211,15 +211,15 @@ class Mean(_InPlace, AllReduce):
 
     def drain(self, bucket: int, scratch: Tensor) -> None:
         """Copy the pieces out, having looked at how far they move."""
-        if self._distances is not None:
+        if self._distance is not None:
             pieces = self._pieces[bucket]
             torch._foreach_sub_(pieces, self.layout.cut(bucket, scratch, pieces))  # in place: no new memory every round
-            self._distances += norms(pieces)
+            self._distance.add(pieces)
         super().drain(bucket, scratch)
 
     def distance(self) -> Tensor | None:
         """‖mean - x‖."""
-        return None if self._distances is None else total(self._distances)
+        return None if self._distance is None else self._distance.value()
 
 
 class Broadcast(_InPlace):

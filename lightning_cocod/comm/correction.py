@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cocod.comm.buckets import Buffer, Part, as_part, summed_in
 from lightning_cocod.comm.cargo import Cargo
 from lightning_cocod.comm.collectives import AllReduce, Memory
-from lightning_cocod.comm.norms import norms, total
+from lightning_cocod.comm.norms import RunningNorm
 from lightning_cocod.comm.ring import IN_FLIGHT, Ring
 from lightning_cocod.comm.tracer import Tracer
 
@@ -29,7 +29,7 @@ class Correction(AllReduce):
     def __init__(self, snapshot: Buffer, weights: Sequence[float], rank: int, own: float = 1.0) -> None:
         self.layout = snapshot.layout
         self._snapshot, self._own = snapshot, own
-        self._distances: list[Tensor] = []
+        self._distance = RunningNorm()
         self._rooms: dict[torch.dtype, Rooms] = {}
         self._is_huge = False
         self._lies_as_it_travels = not any(S.is_complex() or summed_in(S.dtype) != S.dtype for S in snapshot.buckets)
@@ -73,24 +73,22 @@ class Correction(AllReduce):
         return RunningMean(parts, ring.place, self._weights, self._rooms[dtype], take, is_huge=self._is_huge)
 
     def _take(self, S: Tensor, m: Tensor) -> None:
-        """S ← m - a S, and the size of m - S while it is in the cache. The memory of m is free to be used."""
+        """S ← m - a S, and the size of m - S while it is in the cache. m stays as it is."""
         if not self.weight:
             S.copy_(m)
         elif self._own == 0:  # the mean to the last bit, the same on every rank
-            self._measure(torch.sub(m, S, out=S))
+            self._distance.add([torch.sub(m, S, out=S)])
             S.copy_(m)
         elif self._own == 1 and m.dtype == S.dtype:
-            self._measure(torch.sub(m, S, out=S))
+            self._distance.add([torch.sub(m, S, out=S)])
         else:
-            self._measure(m.sub_(S))
-            S.copy_(m.add_(S, alpha=1 - self._own))
-
-    def _measure(self, difference: Tensor) -> None:
-        self._distances += norms([difference])
+            difference = m - S
+            self._distance.add([difference])
+            S.copy_(difference.add_(S, alpha=1 - self._own))
 
     def distance(self) -> Tensor | None:
         """‖m - S‖."""
-        return total(self._distances)
+        return self._distance.value()
 
 
 class Rooms:
@@ -139,7 +137,7 @@ class RunningMean(Cargo):
         place: of this worker.
         weights: of all.
         rooms: for what comes.
-        take: told this worker's part and the mean, when that has been sent on.
+        take: told this worker's part and the mean of all, while both are in the cache. The mean may still be sent on.
         is_huge: whether S_r − m may overflow: then it is m (1 − v) + S_r v in two passes.
     """
 
@@ -157,7 +155,6 @@ class RunningMean(Cargo):
         self._is_huge = is_huge
         self._coming: tuple[Tensor, Part] | None = None
         self._held: dict[int, tuple[Tensor, Part]] = {}  # what has come and is to be sent on
-        self._whole: set[int] = set()
 
     def leaving(self, part: int) -> memoryview:
         """What has come, or else this worker's own, from where it lies."""
@@ -167,13 +164,10 @@ class RunningMean(Cargo):
         return own.bytes if self._weights[self._place] else as_part(torch.zeros_like(own.values)).bytes
 
     def left(self, part: int) -> None:
-        """Its room is free. If it is the mean of all, nobody needs this worker's own part any more."""
-        if part not in self._held:
-            return
-        room, mean = self._held.pop(part)
-        if part in self._whole:
-            self._take(self._own[part].values, mean.values)
-        self._rooms.give_back(room)
+        """Its room is free."""
+        if part in self._held:
+            room, _ = self._held.pop(part)
+            self._rooms.give_back(room)
 
     def landing(self, part: int, under_way: bool) -> memoryview | None:
         """A room."""
@@ -181,18 +175,19 @@ class RunningMean(Cargo):
         return None if self._coming is None else self._coming[1].bytes
 
     def landed(self, part: int, under_way: bool) -> None:
-        """Take this worker's own in. The last one of all is not sent on."""
+        """Take this worker's own in. If it is the mean of all, nobody needs that any more. The last one is not sent on."""
         assert self._coming is not None
         self._held[part], self._coming = self._coming, None
+        mean, own = self._held[part][1].values, self._own[part].values
         n, place = len(self._weights), self._place
         if under_way and (w := self._weights[place]):
             before = sum(self._weights[(part + step) % n] for step in range(1, (place - part) % n or n))
-            mean, own, v = self._held[part][1].values, self._own[part].values, w / (before + w)
+            v = w / (before + w)
             if self._is_huge:
                 mean.mul_(1 - v).add_(own, alpha=v)
             else:
                 mean.lerp_(own, v)
         if not under_way or part == place:
-            self._whole.add(part)
+            self._take(own, mean)
         if not under_way and part == (place + 1) % n:
             self.left(part)

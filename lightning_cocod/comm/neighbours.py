@@ -13,7 +13,7 @@ from lightning_cocod.comm.buckets import Buffer
 from lightning_cocod.comm.collectives import Collective
 from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.mixing import Matrix, digest
-from lightning_cocod.comm.norms import norms, total
+from lightning_cocod.comm.norms import RunningNorm
 from lightning_cocod.comm.shards import Rows
 
 
@@ -44,7 +44,7 @@ class Neighbours(Collective):
         self._senders = [(j, W[rank][j]) for j in others if W[rank][j]]
         self._receivers = [j for j in others if W[j][rank]]
         self._mixes = any(weight for i, row in enumerate(W) for j, weight in enumerate(row) if i != j)
-        self._distances: list[Tensor] = []
+        self._distance = RunningNorm()
 
     @property
     def fingerprint(self) -> int:
@@ -82,7 +82,7 @@ class Neighbours(Collective):
             rows = self._memory(bucket)[: len(self._senders)]
             for (_, weight), row in zip(self._senders, rows, strict=True):
                 scratch.add_(row.to(scratch.dtype).sub_(own), alpha=weight)
-        self._distances += norms([scratch])
+        self._distance.add([scratch])
         S.copy_(scratch.add_(S, alpha=self._kept) if self._kept else scratch)
 
     def _memory(self, bucket: int) -> Tensor:
@@ -104,4 +104,4 @@ class Neighbours(Collective):
 
     def distance(self) -> Tensor:
         """‖Σ_{j≠i} W_ij (S_j − S_i)‖."""
-        return total(self._distances)
+        return self._distance.value()

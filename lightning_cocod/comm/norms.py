@@ -11,9 +11,37 @@ import torch
 from torch import Tensor
 
 
+class RunningNorm:
+    """‖·‖ over tensors that come one after the other, each while it is in the cache."""
+
+    def __init__(self) -> None:
+        self._squares: list[Tensor] = []
+        self._norms: list[Tensor] = []
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Those of one dtype are looked at together: a call for each costs more than the arithmetic, but for BLAS's."""
+        others: dict[torch.dtype, list[Tensor]] = {}
+        for x in tensors:
+            if x.dtype in (torch.float32, torch.float64) and x.dim() == 1 and x.device.type == "cpu":
+                self._squares.append(torch.dot(x, x))  # twice as fast as torch's norms
+            else:
+                others.setdefault(x.dtype, []).append(x)
+        for dtype, alike in others.items():
+            self._norms += torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
+
+    def value(self) -> Tensor:
+        """So far, in float64."""
+        parts = [torch.stack(alike).double().sqrt_() for alike in _by_dtype(self._squares)]
+        parts += [torch.stack(alike).double() for alike in _by_dtype(self._norms)]
+        both: Tensor = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float64)
+        return both
+
+
 def norm(tensors: Sequence[Tensor]) -> Tensor:
     """Norm over all of them, in float64."""
-    return total(norms(tensors))
+    running = RunningNorm()
+    running.add(tensors)
+    return running.value()
 
 
 def finite(tensors: Sequence[Tensor], size: Tensor | None = None) -> bool:
@@ -23,26 +51,8 @@ def finite(tensors: Sequence[Tensor], size: Tensor | None = None) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors)
 
 
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norm of each, those of one dtype together: a call for each costs more than the arithmetic."""
-    sizes: list[Tensor] = []
-    for dtype, alike in _by_dtype(tensors).items():
-        if dtype in (torch.float32, torch.float64) and all(t.dim() == 1 and t.device.type == "cpu" for t in alike):
-            sizes += [torch.dot(t, t).sqrt_() for t in alike]  # of BLAS: twice as fast as torch's norms
-        else:
-            sizes += torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
-    return sizes
-
-
-def total(sizes: Sequence[Tensor]) -> Tensor:
-    """Norm over all tensors of which these are the norms, in float64."""
-    parts = [torch.stack(alike).double() for alike in _by_dtype(sizes).values()]
-    both: Tensor = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float64)
-    return both
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+def _by_dtype(numbers: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    return kinds
+    for number in numbers:
+        kinds.setdefault(number.dtype, []).append(number)
+    return list(kinds.values())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_cocod.comm.buckets import Buffer, Layout
 from lightning_cocod.comm.collectives import Operation, ring
-from lightning_cocod.comm.norms import norms, total
+from lightning_cocod.comm.norms import RunningNorm
 from lightning_cocod.compression import Codec, PowerSGD
 
 
@@ -28,7 +28,7 @@ class Parts(ABC):
     layout: Layout
 
     def __init__(self) -> None:
-        self._distances: list[Tensor] = []
+        self._distance = RunningNorm()
 
     @abstractmethod
     def contents(self, bucket: int) -> list[Tensor]:
@@ -42,12 +42,9 @@ class Parts(ABC):
     def take(self, bucket: int, m: Tensor, c: Tensor | None, spare: Tensor) -> None:
         """What happens with m and c; the memory of all three is free to be used. A worker that is left out has no c."""
 
-    def _measure(self, difference: Tensor) -> None:
-        self._distances += norms([difference])
-
     def distance(self) -> Tensor | None:
         """‖m - p‖."""
-        return total(self._distances)
+        return self._distance.value()
 
 
 class FromBase(Parts):
@@ -76,7 +73,7 @@ class FromBase(Parts):
         if c is None:
             S.copy_(θ)
         else:
-            self._measure(torch.sub(θ, S, out=spare))
+            self._distance.add([torch.sub(θ, S, out=spare)])
             S.copy_(m.sub_(c))
 
 
@@ -107,7 +104,7 @@ class FromZero(Parts):
             torch._foreach_zero_(R)
             D.copy_(m)
             return
-        self._measure(torch.sub(m, D, out=spare))
+        self._distance.add([torch.sub(m, D, out=spare)])
         torch._foreach_copy_(R, self.layout.cut(bucket, torch.sub(D, c, out=spare), R))
         D.copy_(m.sub_(c, alpha=self._own))
 

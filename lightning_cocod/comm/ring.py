@@ -46,7 +46,7 @@ class Leg(Enum):
 
 
 _LOOK = 0.5  # seconds between two looks at whether communication is over
-_LOW_WATER = 1 << 20  # bytes that have to be there before the thread wakes, if as many are expected
+_LOW_WATER = 2 << 20  # bytes that have to be there before the thread wakes, if as many are expected
 _KEPT = 8  # sizes of buckets in the same memory that are cut
 _CLOSED = "a connection has been closed"
 

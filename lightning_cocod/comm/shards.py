@@ -21,7 +21,7 @@ from lightning_cocod.comm.errors import transport
 from lightning_cocod.comm.gate import Gate
 from lightning_cocod.comm.header import LACKING, NONFINITE
 from lightning_cocod.comm.lent import Lent
-from lightning_cocod.comm.norms import finite, norms, total
+from lightning_cocod.comm.norms import RunningNorm, finite
 from lightning_cocod.comm.places import Places
 from lightning_cocod.comm.ring import IN_FLIGHT, Leg, Ring
 from lightning_cocod.comm.tracer import Tracer
@@ -94,7 +94,7 @@ class Push(Collective):
         self.layout, self.gate = g.layout, gate
         self._g, self._s, self._rows, self._rank = g, s, rows, rank
         self.weigh(rank, weights)
-        self._sizes: list[Tensor] = []
+        self._size = RunningNorm()
 
     def weigh(self, rank: int, weights: Sequence[float]) -> None:
         """One that is left out has weight 0."""
@@ -106,13 +106,13 @@ class Push(Collective):
 
     def late_flags(self) -> int:
         """Whether g was finite, and all of it there."""
-        sizes, self._sizes = self._sizes, []
-        return (0 if finite(self._everything(), total(sizes)) else NONFINITE) | (LACKING if self.gate.lacking else 0)
+        size, self._size = self._size, RunningNorm()
+        return (0 if finite(self._everything(), size.value()) else NONFINITE) | (LACKING if self.gate.lacking else 0)
 
     def fill(self, bucket: int, scratch: Tensor) -> None:
         """w_i g_i."""
         self._g.weighed(bucket, self.weight, scratch)
-        self._sizes += norms([scratch])  # while it is in the cache: as finite as g is, or it is looked at closely
+        self._size.add([scratch])  # while it is in the cache: as finite as g is, or it is looked at closely
 
     def launch(self, bucket: int, scratch: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Every shard to its owner."""
