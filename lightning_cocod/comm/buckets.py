@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_cocod.comm import pages
 from lightning_cocod.comm.link import memory_of
 from lightning_cocod.comm.norms import RunningNorm
 
@@ -228,8 +229,8 @@ class Layout:
 
     def buffer(self, *, summed: bool = False) -> Buffer:
         """New, uninitialised buckets for a copy of all the tensors, or for ``summed`` values."""
-        made = torch.zeros if self.multiple > 1 else torch.empty
-        return Buffer(self, [made(n, dtype=summed_in(k[0]) if summed else k[0], device=k[1]) for n, k in self._each()])
+        kinds = [(n, summed_in(dtype) if summed else dtype, device) for n, (dtype, device) in self._each()]
+        return Buffer(self, pages.buckets(kinds, zero=self.multiple > 1))
 
     def shard(self, n: int, *, summed: bool = False) -> list[Tensor]:
         """New zeros for one of n equal parts of each bucket."""
