@@ -211,6 +211,13 @@ def test_without_a_cap_a_bucket_is_of_two_mib():
     assert sizes(400_000, 300_000) == [2 << 20, 4 * 700_000 - (2 << 20)]
 
 
+def test_buckets_of_a_large_model_are_twice_as_large():
+    at_most, more = (torch.empty(n, device="meta") for n in ((256 << 20) // 4, (256 << 20) // 4 + 1))
+    assert len(Layout([at_most])) == 128
+    assert len(Layout([more])) == 65
+    assert len(Layout([more.half()])) == 65  # as it is summed
+
+
 def test_overlapping_tensors_are_refused_when_written():
     expanded = torch.zeros(1).expand(4)
     buffer = Layout([expanded]).buffer()
