@@ -218,6 +218,14 @@ def test_buckets_of_a_large_model_are_twice_as_large():
     assert len(Layout([more.half()])) == 65  # as it is summed
 
 
+@pytest.mark.parametrize(("n", "mib"), [(1, 2), (2, 2), (3, 2), (4, 4), (7, 6), (8, 8), (9, 8), (64, 8)])
+def test_buckets_that_more_workers_cut_into_parts_are_larger(n, mib):
+    small, large = torch.empty((24 << 20) // 4, device="meta"), torch.empty((512 << 20) // 4, device="meta")
+    assert Layout([small], among=n).sizes()[0] == (mib << 20) // 4
+    assert Layout([large], among=n).sizes()[0] == (min(2 * mib, 8) << 20) // 4
+    assert Layout([small], 1 << 20, among=n).fingerprint == Layout([small], 1 << 20).fingerprint
+
+
 def test_overlapping_tensors_are_refused_when_written():
     expanded = torch.zeros(1).expand(4)
     buffer = Layout([expanded]).buffer()

@@ -97,6 +97,7 @@ def results(rank, n, weights):
 
         snapshot = c.layout(mine).buffer()
         assert len(c.layout(mine)) > 6
+        assert max(flat.nbytes for flat in snapshot.buckets) == (64 << 10) * max(1, n // 2)
         snapshot.copy_(mine)
         correction = c.correction_(snapshot, about(weights=weights))
         averaged = [t.clone() for t in mine]
@@ -623,7 +624,7 @@ def stay_until_all_know(rank, n, folder):
 def one_dies(rank, n, victim, when, folder):
     c = Communicator(timeout=60, grace=LIMIT)
     c.start()
-    x = torch.ones(4_000_000)  # many buckets
+    x = torch.ones(12_000_000)  # many buckets
     if rank == victim:
         if when == "leaving":
             os._exit(0)

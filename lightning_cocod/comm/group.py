@@ -187,5 +187,5 @@ class Group(Channel):
         """The layout of these tensors; made once for equal shapes."""
         key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)  # a superset of what the layout depends on
         if key not in self._layouts:
-            self._layouts[key] = Layout(tensors)
+            self._layouts[key] = Layout(tensors, among=self.world_size)
         return self._layouts[key]
