@@ -98,6 +98,7 @@ def results(rank, n, weights):
         snapshot = c.layout(mine).buffer()
         assert len(c.layout(mine)) > 6
         assert max(flat.nbytes for flat in snapshot.buckets) == (64 << 10) * max(1, n // 2)
+        assert max(flat.nbytes for flat in c.layout(mine, whole=True).buffer().buckets) == 64 << 10
         snapshot.copy_(mine)
         correction = c.correction_(snapshot, about(weights=weights))
         averaged = [t.clone() for t in mine]

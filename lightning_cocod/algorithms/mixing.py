@@ -132,7 +132,7 @@ class Mixing(Algorithm):
         """C ← async Σ_j W_ij x_j − x_i."""
         members = self.x
         self.begin_round()
-        layout = self.comm.layout(self.x)
+        layout = self.comm.layout(self.x, whole=True)
         if self.S is None or self.S.layout is not layout:
             self.S, size = layout.buffer(), None
         if size is None or list(map(id, members)) != list(map(id, self.x)):
@@ -172,7 +172,7 @@ class Mixing(Algorithm):
         self._forget()
         self.k, self.left_out = state["exchanges"], tuple(state["left_out"])
         if state["correction"] is not None:
-            self.S, self._pending = self.comm.layout(self.x).buffer(), True
+            self.S, self._pending = self.comm.layout(self.x, whole=True).buffer(), True
             for bucket, value in zip(self.S.buckets, state["correction"], strict=True):
                 bucket.copy_(value)
 

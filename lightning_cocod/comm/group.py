@@ -183,9 +183,9 @@ class Group(Channel):
         coded = Coded(layout, coding, self.rank, self.world_size, subject.step)
         return self._submit(replace(subject, skip=False), CodedPull(q, x, layout, coded))
 
-    def layout(self, tensors: Sequence[Tensor]) -> Layout:
-        """The layout of these tensors; made once for equal shapes."""
-        key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)  # a superset of what the layout depends on
+    def layout(self, tensors: Sequence[Tensor], *, whole: bool = False) -> Layout:
+        """The layout of these tensors; made once for equal shapes. Buckets that travel ``whole`` are not cut into parts."""
+        key = whole, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)  # a superset of what it depends on
         if key not in self._layouts:
-            self._layouts[key] = Layout(tensors, among=self.world_size)
+            self._layouts[key] = Layout(tensors) if whole else Layout(tensors, among=self.world_size)
         return self._layouts[key]
