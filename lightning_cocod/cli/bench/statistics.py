@@ -50,8 +50,9 @@ class Row(NamedTuple):
         least: the smallest fraction of any repeat.
         most: the largest.
         by_cpu: the same fraction by CPU time: the part of the time in which the training thread computes forward, backward
-            and update, beside the ceiling's, less the transport's interrupts, which the kernel charges to whom they meet.
-            A machine that is slower at one moment than at the next changes it little.
+            and update, beside the ceiling's, less its part of the transport's interrupts: the kernel charges them to whom
+            they meet, and they meet training as often as it computes. A machine that is slower at one moment than at the
+            next changes it little.
         transport_percent: of a round: the CPU time that the transport alone takes for the same bytes.
         limit: what the transport leaves of the ceiling's speed.
         target: what a strategy of ours has to reach.
@@ -260,7 +261,7 @@ class Transport(NamedTuple):
         if ours:
             bytes_ = min(1.0, bytes_)
         round_ = self.capacity * row.setting.period * row.step_ms / 1e3
-        share, by_cpu = bytes_ * self.cpu / round_, row.by_cpu - bytes_ * self.interrupts / round_
+        share, by_cpu = bytes_ * self.cpu / round_, row.by_cpu * (1 - bytes_ * self.interrupts / round_)
         by_link = row.setting.period * alone / (bytes_ * self.seconds) if bytes_ > 0 else 1.0
         limit = min(1 - share, by_link)
         own = 100 * (limit - by_cpu)
