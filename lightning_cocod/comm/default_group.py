@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lightning_cocod.comm.waiting import outlive
 
 
 def alone(store: Store, backend: str, timeout: float) -> None:
@@ -21,11 +22,10 @@ def alone(store: Store, backend: str, timeout: float) -> None:
 def forget_default_group(*, somebody_is_lost: bool) -> None:
     """There is none any more, and no other group either.
 
-    If somebody in it may be lost they are leaked: destroying them could wait for an operation.
+    If somebody in it may be lost nobody waits until they are: destroying them could wait for an operation.
     """
     if somebody_is_lost:
-        for group in list(c10d._world.pg_map):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        outlive(c10d._world.pg_map)
     dist.destroy_process_group()
 
 
