@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks, run_ranks_raw
-from support.worker import left_loops
 from torch import nn
 
 from lightning_cocod import ADPSGD, SharedEpoch
@@ -71,7 +70,6 @@ def loses(rank, n, victims, options):
             assert a.comm.world_size == dist.get_world_size() == n - number - 1
             assert a.comm.rank == dist.get_rank() == sorted({*range(n)} - {*victims[: number + 1]}).index(rank)
             exchanges(a, model)
-            assert eventually(lambda: len(left_loops()) <= 2)  # of torch's default group, and of ours
             seen.append(a.meetings)
     return seen, flat(model), a.t
 

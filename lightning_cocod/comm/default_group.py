@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -9,8 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
-
-from lightning_cocod.comm.waiting import outlive
 
 
 def alone(store: Store, backend: str, timeout: float) -> None:
@@ -22,10 +21,11 @@ def alone(store: Store, backend: str, timeout: float) -> None:
 def forget_default_group(*, somebody_is_lost: bool) -> None:
     """There is none any more, and no other group either.
 
-    If somebody in it may be lost nobody waits until they are: destroying them could wait for an operation.
+    If somebody in it may be lost they are leaked: destroying them could wait for an operation.
     """
     if somebody_is_lost:
-        outlive(c10d._world.pg_map)
+        for group in list(c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     dist.destroy_process_group()
 
 
