@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ import cifar10_job
 import lightning as L
 import torch
 from accuracy_curves import Point
-from cifar10_job import Decoded, classifier, decode, strategy
+from cifar10_job import KNOWN, Decoded, classifier, decode, strategy
 from lab import Lab, Link, NotPermitted
 from lightning.pytorch.strategies import Strategy
 
@@ -87,12 +88,13 @@ def train(job: Mapping[str, Any]) -> None:
 
 
 def chosen(name: str, period: str) -> Strategy:
-    """The strategy of that name, with the period if it is not DDP.
+    """The strategy of that name, with the period if it has one.
 
     Raises:
         ValueError: nobody has that name, or the period is refused.
     """
-    return strategy(name, **({} if name == "ddp" else {"period": periods(period)}))
+    has_one = name in KNOWN and "period" in inspect.signature(KNOWN[name]).parameters
+    return strategy(name, **({"period": periods(period)} if has_one else {}))
 
 
 # The measurement

@@ -221,16 +221,19 @@ def in_process(monkeypatch, tmp_path, capsys):
         ("foo", "missing EQUAL"),
         ("~model", "model"),
         ("~compression", "strategy.compression is made from compression: leave ~compression out"),
-        ("delay.period=0", "strategy: period must be"),
-        ("delay.warmup_steps=-1", "strategy: "),
+        ("delay.period=0", "delay.period must be"),
+        ("delay.warmup_steps=-1", "delay.warmup_steps must be"),
         ("compression=int9", "int9"),
-        ("compression=int8 compression.block=12", "strategy: block must be a multiple of 8, got 12"),
+        ("compression=int8 compression.block=12", "compression.block must be a multiple of 8, got 12"),
         ("data.batch_size=-4", "data.batch_size must be an integer of at least 1, got -4"),
         ("data=imagefolder", "data.root has no value: add data.root=..."),
         ("data=imagefolder data.root=nowhere", "data.root=nowhere does not exist"),
         ("data=cifar10 data.root=nowhere", "data.root=nowhere does not exist"),
         ("model=vgg16", "the model cannot take the data's images of 1×8×8"),
         ("optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
+        ("optimizer.lr=high", "lr=high"),
+        ("trainer.max_epochs=1.5", "trainer.max_epochs must be a whole number, got 1.5"),
+        ("output_dir=/proc/nope", "output_dir=/proc/nope cannot be made: No such file or directory"),
         ("schedule=step schedule.milestones=[80]", "schedule.milestones are fractions"),
         ("seed=x", "seed must be"),
         ("label_smoothing=2", "label_smoothing must be"),
@@ -431,7 +434,8 @@ def test_failing_job_of_a_sweep_does_not_end_it(tmp_path):
     assert "period must be" in invalid
     assert f"{root}/train/c1/1.png is not a readable image" in damaged
     assert len(list(tmp_path.rglob("summary.json"))) == 2
-    assert "failed" in result.stdout
+    assert "failed:     delay.period=0" in result.stdout
+    assert "period must be" in result.stdout
 
 
 def test_torchrun_starts_the_ranks_and_one_folder_is_made(tmp_path):

@@ -35,7 +35,11 @@ def gpu_check(*options, path=(), limit=200):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "name", ["bits", "nccl", "float64", "nonfinite", "no_host_wait", "trainer", "trace", "resume", "codes"]
+    "name",
+    [
+        *("bits", "nccl", "float64", "float16", "halves", "nonfinite", "no_host_wait", "lost_rank", "codes", "asynchrony"),
+        *("trainer", "trainer_asynchrony", "trace", "resume", "overlap", "memory", "overhead"),
+    ],
 )
 def test_on_a_gpu(name):
     code, verdicts, printed = gpu_check("--only", name)

@@ -113,6 +113,8 @@ def test_what_is_right_is_taken():
     assert (options.rate, options.strategies) == (None, ["cocod", "ddp"])
     assert recipe.periods("0:1,200:4") == {0: 1, 200: 4}
     assert recipe.periods("4") == 4
+    without_a_period = "ssgd,compskip_dsgd,dc_s3gd"
+    assert recipe.parse(["--data=x", f"--strategies={without_a_period}"]).strategies == without_a_period.split(",")
 
 
 def test_longer_runs_end_with_an_evaluation():

@@ -44,8 +44,8 @@ class CDSGD(SSDSGD):
         warmup_steps: steps of S-SGD first, which push gradients whole.
         overlap: False waits for what is launched: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
-        **shared: ``elementwise`` (see ``SSGD``); ``communicator``, ``timeout``, ``process_group_timeout`` (see
-            ``Algorithm``).
+        **shared: ``scaling``, ``pre_refresh`` (see ``SSDSGD``); ``elementwise`` (see ``SSGD``); ``communicator``,
+            ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
 
     Raises:
         ValueError: an option out of range; ``on_nonfinite="skip"``, as what is not finite is found out only once it has gone

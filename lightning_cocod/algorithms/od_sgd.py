@@ -25,8 +25,8 @@ class ODSGD(SSDSGD):
         warmup_steps: steps of S-SGD first.
         overlap: False waits for what is launched: the same trajectory bit for bit, nothing hidden.
         weights: w of every rank, in any scale, for example the batch sizes. Equal by default.
-        **shared: ``elementwise`` (see ``SSGD``); ``on_nonfinite``, ``communicator``, ``timeout``,
-            ``process_group_timeout`` (see ``Algorithm``).
+        **shared: ``scaling``, ``pre_refresh`` (see ``SSDSGD``); ``elementwise`` (see ``SSGD``); ``on_nonfinite``,
+            ``communicator``, ``timeout``, ``process_group_timeout`` (see ``Algorithm``).
 
     Raises:
         ValueError: an option out of range.

@@ -177,7 +177,10 @@ def as_skip(name: str, rule: SkipRule) -> Skip:
         return Randomly(share(name, rule))
     if callable(rule):
         return Asked(rule)
-    raise ValueError(f"{name} must be a period, a probability, a rule or a function, got {rule!r}")
+    raise ValueError(
+        f"{name} must be a period (an int), a probability (a float below 1), a rule such as WhileSmall(1.0), which goes by "
+        f"norms, or a function of (step, bucket, values), got {rule!r}"
+    )
 
 
 class Sending:

@@ -1,5 +1,7 @@
 """From a configuration to the objects of a run."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import WandbLogger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_cocod.cli.progress import progress
 from lightning_cocod.workloads import ImageClassifier, ImageDataModule, InputError
@@ -60,10 +62,21 @@ def check(cfg: DictConfig) -> None:
     """Build the run without its weights and send one empty batch through it, so that a wrong option fails before the launch.
 
     Raises:
-        InputError: an option has a value that its object refuses, or the model cannot take the data's images.
+        InputError: an option has a value that its object refuses, the model cannot take the data's images, or there is no
+            place for results.
     """
     if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():
         raise InputError(f"ckpt_path={cfg.ckpt_path} does not exist: name a .ckpt file, e.g. from a job's checkpoints/")
+    folder = Path(cfg.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output_dir={folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"output_dir={folder} cannot be written to")
+    for name in ("max_epochs", "max_steps"):  # of others the Trainer itself says so
+        if not isinstance(value := cfg.trainer.get(name), int | None):
+            raise InputError(f"trainer.{name} must be a whole number, got {value}")
     progress(cfg.progress)
     at_least(0, "seed", cfg.seed)
     fraction("label_smoothing", cfg.label_smoothing)
@@ -93,15 +106,28 @@ def make(cfg: DictConfig, key: str, **kwargs: Any) -> Any:
         if isinstance(cause, InputError):
             raise cause from error
         if isinstance(cause, ValueError | TypeError | ImportError | MisconfigurationException):
-            raise InputError(f"{key}: {_line(cause)}") from error
+            raise InputError(_about(cfg, key, _line(cause))) from error
         raise
+
+
+def _about(cfg: DictConfig, key: str, complaint: str) -> str:
+    """A complaint that begins with an option's name: as that is written on the command line; any other: with the node's."""
+    word, node = complaint.split()[0], OmegaConf.to_container(cfg[key], resolve=False)
+    for name, value in node.items() if isinstance(node, dict) else ():
+        source = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
+        if source and name == word:
+            return source[1] + complaint.removeprefix(word)
+        if source and isinstance(of := OmegaConf.select(cfg, source[1]), DictConfig) and word in of:
+            return f"{source[1]}.{complaint}"
+    return f"{key}: {complaint}"
 
 
 def _called(key: str, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except (ValueError, TypeError) as error:
-        raise error if isinstance(error, InputError) else InputError(f"{key}: {_line(error)}") from error
+        given = ", ".join(f"{name}={value}" for name, value in getattr(function, "keywords", {}).items())
+        raise error if isinstance(error, InputError) else InputError(f"{key}: {_line(error)} ({given})") from error
 
 
 def _line(error: BaseException) -> str:

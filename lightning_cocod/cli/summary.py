@@ -75,7 +75,7 @@ def save_summary(summary: Summary, folder: Path) -> None:
 def readable(summary: Summary) -> dict[str, str]:
     """What of a summary belongs into a table, label to text."""
     if "error" in summary:
-        return {"failed": summary["error"].splitlines()[-1]}
+        return {"failed": "yes"}
     texts = {
         "test accuracy": _format(summary["test/acc"], lambda x: f"{x:.2%}"),
         "test loss": _format(summary["test/loss"], lambda x: f"{x:.4f}"),

@@ -29,6 +29,9 @@ class SweepTable(Callback):
         if not console.is_terminal:
             console.width = PLAIN_WIDTH
         console.print(sweep_table(jobs))
+        for job in jobs:
+            if "error" in job:
+                print(f"failed:     {job['overrides']}: {job['error'].splitlines()[-1]}")
         print(f"results:    {(folder / CSV).absolute()}")
         if any("error" in job for job in jobs):
             sys.exit(1)

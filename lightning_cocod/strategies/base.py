@@ -141,20 +141,18 @@ class AlgorithmStrategy(DDPStrategy):
     def runs(
         self,
         algorithm: Callable[..., Algorithm],
-        period: int | Mapping[int, int] | When | None = None,
         *,
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
         """Say which algorithm every fit makes, and with which options. One is made for a model of one number now, so that
-        options that are out of range are refused at once. ``period`` is None for an algorithm without one.
+        options that are out of range are refused at once.
 
         Raises:
             ValueError: an option out of range.
         """
-        rounds = {} if period is None else {"period": period}
         within = {} if self._intra_node is None else {"intra_node": self._intra_node}
-        self._make = partial(algorithm, on_nonfinite=self._on_nonfinite, **within, **rounds, **options)
+        self._make = partial(algorithm, on_nonfinite=self._on_nonfinite, **within, **options)
         self._weights = positive(weights)  # how many there are to be is not known yet
         if self._weights is not None and self._batch_sizes == PROPORTIONAL:
             raise ValueError("with batch_sizes='proportional' the sizes are the weights: leave weights out")
@@ -183,11 +181,17 @@ class AlgorithmStrategy(DDPStrategy):
             RuntimeError: outside of a fit.
         """
         if self._algorithm is None:
-            raise RuntimeError("the algorithm exists while trainer.fit runs")
+            raise RuntimeError(
+                "the algorithm and its metrics are there while trainer.fit runs: ask in a callback, as in on_train_end"
+            )
         return self._algorithm
 
     def metrics(self, since: Reading | None = None) -> dict[str, float]:
-        """The metric vocabulary, see ``Algorithm.metrics``."""
+        """The metric vocabulary, see ``Algorithm.metrics``.
+
+        Raises:
+            RuntimeError: outside of a fit.
+        """
         return {**self.algorithm.metrics(since), **self._sizes.metrics()}
 
     # Start and end

@@ -50,7 +50,7 @@ class CO2Strategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             CO2,
-            period,
+            period=period,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             gap_penalty=gap_penalty,

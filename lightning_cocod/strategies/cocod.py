@@ -50,7 +50,7 @@ class CoCoDStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             CoCoD,
-            period,
+            period=period,
             overlap=overlap,
             warmup_steps=warmup_steps,
             weights=weights,

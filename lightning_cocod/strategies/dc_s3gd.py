@@ -51,7 +51,7 @@ class DCS3GDStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             DCS3GD,
-            period,
+            period=period,
             lambda_0=lambda_0,
             norm=norm,
             lambda_max=lambda_max,

@@ -44,7 +44,7 @@ class DiLoCoStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             DiLoCo,
-            period,
+            period=period,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             warmup_steps=warmup_steps,

@@ -46,7 +46,7 @@ class EagerDiLoCoStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             EagerDiLoCo,
-            period,
+            period=period,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             overlap=overlap,

@@ -41,4 +41,4 @@ class EAMSGDStrategy(AsynchronousStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.runs(EAMSGD, period, alpha=alpha, overlap=overlap, max_staleness=max_staleness)
+        self.runs(EAMSGD, period=period, alpha=alpha, overlap=overlap, max_staleness=max_staleness)

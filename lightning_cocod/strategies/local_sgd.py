@@ -40,7 +40,7 @@ class LocalSGDStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             LocalSGD,
-            period,
+            period=period,
             warmup_steps=warmup_steps,
             weights=weights,
             compression=compression,

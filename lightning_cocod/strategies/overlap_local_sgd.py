@@ -46,7 +46,7 @@ class OverlapLocalSGDStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             OverlapLocalSGD,
-            period,
+            period=period,
             pull=pull,
             anchor_momentum=anchor_momentum,
             overlap=overlap,

@@ -40,7 +40,7 @@ class PostLocalSGDStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             PostLocalSGD,
-            period,
+            period=period,
             warmup_steps=warmup_steps,
             weights=weights,
             compression=compression,

@@ -44,7 +44,7 @@ class SlowMoStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             SlowMo,
-            period,
+            period=period,
             slow_lr=slow_lr,
             slow_momentum=slow_momentum,
             warmup_steps=warmup_steps,

@@ -52,7 +52,7 @@ class SSDSGDStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             SSDSGD,
-            period,
+            period=period,
             local_update=local_update,
             scaling=scaling,
             pre_refresh=pre_refresh,

@@ -54,7 +54,7 @@ class StreamingDiLoCoStrategy(AlgorithmStrategy):
         super().__init__(**options)
         self.runs(
             StreamingDiLoCo,
-            period,
+            period=period,
             fragments=fragments,
             delay=delay,
             keep=keep,

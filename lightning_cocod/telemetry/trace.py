@@ -73,6 +73,7 @@ class CommunicationTrace(Callback):
         Raises:
             RuntimeError: the algorithm is not in use.
             ValueError: it is being traced already.
+            OSError: the path's folder cannot be made.
         """
         if not algorithm.started:
             raise RuntimeError(f"trace a {type(algorithm).__name__} inside its own block, which starts it")
@@ -120,7 +121,10 @@ class CommunicationTrace(Callback):
         self._leave()  # a tuner's exit is neither an end nor an exception
 
     def _record(self, algorithm: Algorithm) -> Recording:
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # if not, better now than later
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # better now than later
+            raise OSError(f"CommunicationTrace cannot make the folder of {self.path}: {error}") from error
         self._recording = Recording(algorithm, self.rounds, self.start_step, on_end=self._write_own)
         return self._recording
 
