@@ -39,6 +39,8 @@ from cifar10_job import KNOWN, Decoded, classifier, decode, strategy
 from lab import Lab, Link, NotPermitted
 from lightning.pytorch.strategies import Strategy
 
+from lightning_cocod.strategies.asynchronous import AsynchronousStrategy
+
 # A rank
 
 
@@ -91,8 +93,10 @@ def chosen(name: str, period: str) -> Strategy:
     """The strategy of that name, with the period if it has one.
 
     Raises:
-        ValueError: nobody has that name, or the period is refused.
+        ValueError: nobody has that name, its ranks are not in step, or the period is refused.
     """
+    if issubclass(KNOWN.get(name, Strategy), AsynchronousStrategy):
+        raise ValueError(f"the ranks of {name} are not in step, and here all are evaluated together: leave it out")
     has_one = name in KNOWN and "period" in inspect.signature(KNOWN[name]).parameters
     return strategy(name, **({"period": periods(period)} if has_one else {}))
 
@@ -194,7 +198,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--period", default="4", help="local steps of a round, or a schedule such as 0:1,200:4")
-    parser.add_argument("--strategies", default="ddp,local_sgd,cocod", help="ddp and any of this package's")
+    parser.add_argument("--strategies", default="ddp,local_sgd,cocod", help="ddp and this package's whose ranks are in step")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the order and the augmentation")
     parser.add_argument("--eval-every", type=int, default=30, help="steps between evaluations")
     parser.add_argument("--test-images", type=int, default=2000)

@@ -91,6 +91,7 @@ def test_other_files_are_not_taken_for_points(tmp_path):
     [
         ("", "--data"),
         ("--data x --strategies ddp,sgd", "no strategy 'sgd': choose from ddp, ad_psgd, a_psgd, "),
+        ("--data x --strategies ddp,ad_psgd", "the ranks of ad_psgd are not in step"),
         ("--data x --period soon", "a period is .* got 'soon'"),
         ("--data x --period 0", "period"),
         ("--data x --steps 50", "multiple of --eval-every"),
