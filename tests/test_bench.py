@@ -1,6 +1,7 @@
 """cocod-bench: the order of trainings, figures from canned results, tables, the place of a rank, and real runs."""
 
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -471,6 +472,18 @@ def test_every_contender_trains(tmp_path, library):
     told = [row.contender for row in made if row.exposed_ms is not None]
     assert told == [*own(), "ssgd_overlap_pull"]
     assert [row.contender for row in made if row.target is not None] == list(own())
+
+
+@pytest.mark.parametrize("neighbour", ["torchft", "hivemind"])
+@pytest.mark.usefixtures("_started_here")
+def test_a_neighbour_that_is_installed_trains(neighbour, tmp_path):
+    if importlib.util.find_spec(neighbour) is None:
+        pytest.skip(f"{neighbour} is not installed")
+    theirs = [name for name in contenders() if name.startswith(neighbour)]
+    options = "--workload tiny --batch-size 2 --period 2 --rounds 4 --repeats 1 --limit 100 --contenders"
+    main.measure([*options.split(), ",".join(["none", *theirs]), "--out", str(tmp_path / "out")])
+    made = {row.contender: row for row in main.read(tmp_path / "out")}
+    assert all(made[name].fraction and not made[name].note for name in theirs), made
 
 
 @pytest.mark.usefixtures("_started_here")

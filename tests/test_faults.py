@@ -104,6 +104,16 @@ def test_a_rank_that_ends_in_any_other_way_ends_its_peer_which_names_it(strategy
     assert_lost(survivor, 1, why)
 
 
+@pytest.mark.parametrize("strategy", ["ssgd", "ssd_sgd", "compskip_dsgd"])
+@pytest.mark.parametrize(
+    ("what", "why"), [("raises", " failed: ValueError: my own bug"), ("is stopped", " is lost: no heart")]
+)
+def test_the_same_holds_where_pushes_and_pulls_are_under_way(strategy, what, why):
+    survivor, victim = ends(fit, strategy, (what, "between rounds"))
+    assert victim[0] == (FAILED if what == "raises" else KILLED)
+    assert_lost(survivor, 1, why)
+
+
 def test_rank_0_that_is_stopped_is_ended_by_its_peer_although_it_hosts_the_store():
     victim, survivor = ends(fit, "cocod", ("is stopped", "between rounds", 0))
     assert victim[0] == KILLED
