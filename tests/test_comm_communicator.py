@@ -169,7 +169,7 @@ def test_one_process_without_a_group_has_nothing_to_start_and_nothing_to_close()
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("name", ["timeout", "process_group_timeout", "connect_timeout"])
+@pytest.mark.parametrize("name", ["timeout", "process_group_timeout", "connect_timeout", "grace"])
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True])
 def test_times_that_are_not_positive_and_finite_are_refused(name, seconds):
     with pytest.raises(ValueError, match=f"{name} must be a positive, finite number of seconds"):

@@ -1,5 +1,6 @@
 """Any PyTorch loop: the context manager, what it refuses, and how it ends when something goes wrong."""
 
+import inspect
 import math
 import os
 import signal
@@ -12,7 +13,7 @@ import torch
 from support.ranks import run_ranks, run_ranks_raw
 from torch import nn
 
-from lightning_cocod import ADPSGD, DPSGD, CoCoD, LocalSGD, MessageMismatch, NonFiniteMessage, PeerLost
+from lightning_cocod import ADPSGD, DPSGD, CoCoD, LocalSGD, MessageMismatch, NonFiniteMessage, PeerLost, algorithms
 from lightning_cocod.comm import Communicator
 
 LIMIT = 30.0
@@ -493,3 +494,35 @@ def entered_inside_itself(rank, world):
 
 def test_a_block_is_entered_once():
     run_ranks(entered_inside_itself, 2)
+
+
+ALL = [
+    kind
+    for _, kind in inspect.getmembers(algorithms, inspect.isclass)
+    if issubclass(kind, algorithms.Algorithm)
+    and not inspect.isabstract(kind)
+    and kind not in (algorithms.Algorithm, algorithms.Asynchronous)
+]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_the_state_of_another_model_is_refused_in_one_line(kind):
+    """That of one with as many numbers would otherwise be taken, each of them for another one."""
+
+    def made(*shapes):
+        model = nn.ParameterList([torch.zeros(shape) for shape in shapes])
+        warm = {"warmup_steps": 1} if kind.__name__ == "PostLocalSGD" else {}
+        own = {"local_update": "sgd"} if "local_update" in inspect.signature(kind).parameters else {}
+        return kind(model, torch.optim.SGD(model.parameters(), 0.1), **warm, **own)
+
+    with made((4, 6), 4) as algorithm:
+        state = algorithm.state_dict()
+    for others, words in [
+        ([(6, 4), 4], r"shape \(6, 4\), .* shape \(4, 6\)"),
+        ([(4, 6)], "of 2 parameters, .* 1: |of parameters .0, 1. of"),
+    ]:
+        with made(*others) as algorithm, pytest.raises(ValueError, match=words) as said:
+            algorithm.load_state_dict(state)
+        assert "\n" not in str(said.value)
+    with made((4, 6), 4) as algorithm:
+        algorithm.load_state_dict(state)

@@ -26,6 +26,7 @@ from lightning_cocod.algorithms.replica import Replica
 from lightning_cocod.algorithms.weighing import Weighing
 from lightning_cocod.algorithms.when import Rounds, When
 from lightning_cocod.comm import Communicator, Group, Message, Subject, promised_group_is_there
+from lightning_cocod.comm.buckets import form_of
 from lightning_cocod.comm.compressed import Compression
 from lightning_cocod.comm.ledger import Reading
 from lightning_cocod.comm.norms import finite
@@ -342,6 +343,7 @@ class Algorithm:
         """What this worker needs to continue, beside model and optimizer. Waits for a message in flight, folds nothing."""
         numbers = {p: number for number, p in enumerate(self._members())}
         return {
+            "members": [form_of(p) for p in numbers],
             "t": self.t,
             "round": (self.rounds.ends, self.rounds.length),
             **self.weighing.state_dict(),
@@ -356,8 +358,18 @@ class Algorithm:
         Where this object has been made with other weights than that one, they are set as by ``set_weights``.
 
         Raises:
-            ValueError: the state of another number of workers.
+            ValueError: the state of another number of workers, or of other parameters.
         """
+        now, then = [form_of(p) for p in self._members()], state["members"]
+        instead = "continue with the same model and the same parameter groups"
+        if len(now) != len(then):
+            raise ValueError(f"the state is of {len(then)} parameters, and the optimizers have {len(now)}: {instead}")
+        for number, ((shape, strides), (its_shape, its_strides)) in enumerate(zip(now, then, strict=True)):
+            if (shape, strides) != (its_shape, its_strides):
+                raise ValueError(
+                    f"parameter {number} of the optimizers has shape {shape}, strides {strides}, and in the state shape "
+                    f"{its_shape}, strides {its_strides}: {instead}"
+                )
         self.weighing.load_state_dict(state)
         self.t, (self.rounds.ends, self.rounds.length) = state["t"], state["round"]
         self.apart = True

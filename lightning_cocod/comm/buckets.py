@@ -85,7 +85,7 @@ class Piece:
         return self.offset + self.stop - self.start
 
 
-def _form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def form_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Shape, and strides where they decide the order in memory: not those of dimensions of one element."""
     strides = tuple(0 if n == 1 else s for s, n in zip(tensor.stride(), tensor.shape, strict=True))
     return tuple(tensor.shape), strides if is_dense(tensor) else None
@@ -112,7 +112,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def in_the_order_of(like: Tensor, tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it whose elements lie in memory as those of another one of its shape do."""
-    if _form(tensor) == _form(like):
+    if form_of(tensor) == form_of(like):
         return tensor
     return torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -151,7 +151,7 @@ class Layout:
         labels = [0] * len(tensors) if apart is None else list(apart)
         self.multiple = multiple
         digest = hashlib.sha256(repr((cap, labels, multiple) if multiple > 1 or any(labels) else cap).encode())
-        self._forms = [_form(t) for t in tensors]
+        self._forms = [form_of(t) for t in tensors]
         kinds = [(t.dtype, t.device, label) for t, label in zip(tensors, labels, strict=True)]
         for kind in dict.fromkeys(kind for t, kind in zip(tensors, kinds, strict=True) if t.numel() > 0):
             room = max(1, cap // summed_in(kind[0]).itemsize)
@@ -185,7 +185,7 @@ class Layout:
         """Views of the tensors' memory, one list a bucket. ``keep`` them, and so the memory, for the next call."""
         key = tuple(t.data_ptr() for t in tensors)
         if self._cache[0] != key:
-            if [_form(t) for t in tensors] != self._forms:
+            if [form_of(t) for t in tensors] != self._forms:
                 raise ValueError("the memory order of a tensor has changed since its layout was made; convert models before")
             flat = [in_memory_order(t) if is_dense(t) else t.detach() for t in tensors]
             views = [

@@ -102,7 +102,7 @@ class Communicator(Group):
         self.agreement = Agreement(self.rank, self.world_size, check=self.check)
         self.wishes = Wishes()
         self._asking = self.agreement if in_step else self.wishes
-        self.grace = grace
+        self.grace = seconds("grace", grace)
         self.losses = Losses(self.rank, grace)
         """Failures, and what follows."""
         self._needs_all = False
@@ -291,9 +291,9 @@ class Communicator(Group):
         if self.members is not None:
             self.members.leave()
             self.members = None
+        atexit.unregister(self._at_exit)
         if self._thread is None:
             return
-        atexit.unregister(self._at_exit)
         lost = self._farewell()
         told = self.losses.watchdog.was_noticed or self.losses.is_outlived
         self.losses.closing = True

@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -119,11 +119,13 @@ def own_address(store: Store) -> str:
 
 
 def listen(host: str, peers: int) -> socket.socket:
-    """At any port of an address of this host, for so many."""
+    """A socket that listens at a free port of this host's address ``host`` for at least ``peers`` connections."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]  # it knows scopes
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind(address)
-    listener.listen(peers + 16)  # peers connect before they are accepted, and strangers may
+    with ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        listener.bind(address)
+        listener.listen(peers + 16)  # peers connect before they are accepted, and strangers may
+        undo.pop_all()
     return listener
 
 
@@ -138,11 +140,14 @@ def _connect(
     check: Callable[[], None],
 ) -> Link:
     host, port, token = json.loads(_value(store, key, peer, deadline, timeout, check))
-    try:
-        connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-        connection.sendall(bytes.fromhex(token))
-    except OSError as error:
-        raise PeerLost(f"rank {peer} cannot be reached at {host} port {port}: {first_line(error)}") from None
+    with ExitStack() as undo:
+        try:
+            patience = max(0.1, deadline - time.monotonic())
+            connection = undo.enter_context(socket.create_connection((host, port), timeout=patience))
+            connection.sendall(bytes.fromhex(token))
+        except OSError as error:
+            raise PeerLost(f"rank {peer} cannot be reached at {host} port {port}: {first_line(error)}") from None
+        undo.pop_all()
     link = Link(connection, peer, ledger)
     link.send(HELLO, tag=rank, silence=_GREETING)
     return link

@@ -36,9 +36,6 @@ def close_ring(
     """
     try:
         after, before = _connected(group, address, rank, ranks, timeout, check)
-        for connection in (after, before):
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise PeerLost(f"no ring can be closed at {address}: {first_line(error)}") from None
     return after, before
@@ -68,5 +65,9 @@ def _connected(
                 if time.monotonic() >= deadline:
                     raise PeerLost(f"rank {preceding} has not connected within {timeout:g} s")
                 check()
+            undo.enter_context(before)
+            for connection in (after, before):
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             undo.pop_all()
     return after, before

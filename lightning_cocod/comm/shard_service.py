@@ -108,8 +108,6 @@ class ShardService:
         self._worker: CommunicationThread | None = None
         self._threads: list[threading.Thread] = []
         self._closing = False
-        self.refused = 0
-        """Contents of other ranks that were not finite, so that this owner has not been sent them."""
 
     # Lifecycle
 
@@ -311,7 +309,6 @@ class ShardService:
             said = json.loads(words.numpy().tobytes())
             version = owner.answer(Question(link.peer, said["base"], said["told"]), content)
         else:
-            self.refused += not header.finite
             version = owner.show(link.peer, content)
         self.clocks.tell(link.peer, header.step)
         fit = finite(content)
