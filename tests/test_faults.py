@@ -104,7 +104,7 @@ def test_a_rank_that_ends_in_any_other_way_ends_its_peer_which_names_it(strategy
     assert_lost(survivor, 1, why)
 
 
-@pytest.mark.parametrize("strategy", ["ssgd", "ssd_sgd", "compskip_dsgd"])
+@pytest.mark.parametrize("strategy", ["ssgd", "compskip_dsgd"])
 @pytest.mark.parametrize(
     ("what", "why"), [("raises", " failed: ValueError: my own bug"), ("is stopped", " is lost: no heart")]
 )
