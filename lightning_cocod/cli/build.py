@@ -112,7 +112,7 @@ def make(cfg: DictConfig, key: str, **kwargs: Any) -> Any:
 
 def _about(cfg: DictConfig, key: str, complaint: str) -> str:
     """A complaint that begins with an option's name: as that is written on the command line; any other: with the node's."""
-    word, node = complaint.split()[0], OmegaConf.to_container(cfg[key], resolve=False)
+    word, node = complaint.partition(" ")[0], OmegaConf.to_container(cfg[key], resolve=False)
     for name, value in node.items() if isinstance(node, dict) else ():
         source = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
         if source and name == word:
@@ -126,8 +126,10 @@ def _called(key: str, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except (ValueError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
         given = ", ".join(f"{name}={value}" for name, value in getattr(function, "keywords", {}).items())
-        raise error if isinstance(error, InputError) else InputError(f"{key}: {_line(error)} ({given})") from error
+        raise InputError(f"{key}: {_line(error)} (given {given or 'nothing'})") from error
 
 
 def _line(error: BaseException) -> str:
